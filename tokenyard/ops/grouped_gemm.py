@@ -1,0 +1,249 @@
+"""One GEMM per expert, on the rows of that expert.
+
+out[r]     = W[e] rows[r] (+ bias[e])      for the valid rows r of expert e; zero in padding rows
+d_rows[r]  = W[e]^T d_out[r]               zero in padding rows
+d_W[e]     = sum over the rows of e of d_out[r] rows[r]^T     exact zeros for an empty expert
+d_bias[e]  = sum over the rows of e of d_out[r]
+
+Products are accumulated in fp32 (fp64 for fp64) by the device's GEMM, rounded once.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tokenyard import backend, check
+from tokenyard.ops.rows import accumulation_dtype, check_routing
+from tokenyard.registration import Operator
+from tokenyard.routing import Routing
+
+LAYOUTS = ("ENK", "EKN")
+
+WeightLayout = Literal["ENK", "EKN"]
+
+
+def valid_rows(expert_offsets: Tensor, tokens_per_expert: Tensor) -> Iterator[tuple[int, slice]]:
+    """(expert, its valid rows) of every expert that has any; reads the counts on the host."""
+    starts = expert_offsets.tolist()
+    for expert, count in enumerate(tokens_per_expert.tolist()):
+        if count > 0:
+            yield expert, slice(starts[expert], starts[expert] + count)
+
+
+def _definition(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    expert_offsets: Tensor,
+    tokens_per_expert: Tensor,
+    layout: str,
+) -> Tensor:
+    size = weight.shape[1 if layout == "ENK" else 2]
+    pieces, done = [], 0
+    for expert, valid in valid_rows(expert_offsets, tokens_per_expert):
+        matrix = weight[expert].t() if layout == "ENK" else weight[expert]
+        product = (
+            rows[valid] @ matrix if bias is None else torch.addmm(bias[expert], rows[valid], matrix)
+        )
+        pieces += [rows.new_zeros(valid.start - done, size), product]
+        done = valid.stop
+    return torch.cat([*pieces, rows.new_zeros(rows.shape[0] - done, size)])
+
+
+def grouped_gemm_reference(
+    rows: Tensor,
+    weight: Tensor,
+    groups: Routing | Tensor,
+    *,
+    layout: WeightLayout,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The definition of `grouped_gemm`."""
+    return _definition(rows, weight, bias, *_offsets_and_counts(groups), layout)
+
+
+def _offsets_and_counts(groups: Routing | Tensor) -> tuple[Tensor, Tensor]:
+    if isinstance(groups, Routing):
+        return groups.expert_offsets, groups.tokens_per_expert
+    return groups, groups.diff()
+
+
+def _forward(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    expert_offsets: Tensor,
+    tokens_per_expert: Tensor,
+    layout: str,
+) -> Tensor:
+    kernels = backend.kernels("grouped_gemm", rows)
+    grouped_gemm = _definition if kernels is None else kernels.grouped_gemm
+    return grouped_gemm(rows, weight, bias, expert_offsets, tokens_per_expert, layout)
+
+
+def _fake(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    expert_offsets: Tensor,
+    tokens_per_expert: Tensor,
+    layout: str,
+) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1 if layout == "ENK" else 2])
+
+
+def _backward(
+    d_out: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    tokens_per_expert: Tensor,
+    layout: str,
+    need_rows: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients that are needed; an empty tensor for each other."""
+    kernels = backend.kernels("grouped_gemm", rows)
+    if kernels is not None:
+        return kernels.grouped_gemm_backward(
+            d_out,
+            rows,
+            weight,
+            expert_offsets,
+            tokens_per_expert,
+            layout,
+            need_rows,
+            need_weight,
+            need_bias,
+        )
+    num_experts, size = weight.shape[0], d_out.shape[1]
+    d_rows = torch.zeros_like(rows) if need_rows else rows.new_empty(0)
+    d_weight = weight.new_zeros(weight.shape) if need_weight else weight.new_empty(0)
+    d_bias = weight.new_zeros(num_experts, size) if need_bias else weight.new_empty(0)
+    for expert, valid in valid_rows(expert_offsets, tokens_per_expert):
+        grad = d_out[valid]
+        if need_rows:
+            matrix = weight[expert] if layout == "ENK" else weight[expert].t()
+            torch.mm(grad, matrix, out=d_rows[valid])
+        if need_weight and layout == "ENK":
+            torch.mm(grad.t(), rows[valid], out=d_weight[expert])
+        elif need_weight:
+            torch.mm(rows[valid].t(), grad, out=d_weight[expert])
+        if need_bias:
+            d_bias[expert] = grad.sum(0, dtype=accumulation_dtype(grad.dtype))
+    return d_rows, d_weight, d_bias
+
+
+def _backward_fake(
+    d_out: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    tokens_per_expert: Tensor,
+    layout: str,
+    need_rows: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.empty_like(rows) if need_rows else rows.new_empty(0),
+        weight.new_empty(weight.shape) if need_weight else weight.new_empty(0),
+        weight.new_empty(weight.shape[0], d_out.shape[1]) if need_bias else weight.new_empty(0),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weight, _, expert_offsets, tokens_per_expert, ctx.layout = inputs
+    ctx.save_for_backward(rows, weight, expert_offsets, tokens_per_expert)
+
+
+def _gradient(ctx: Any, backward: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    needed = ctx.needs_input_grad[:3]
+    grads = backward(d_out, *ctx.saved_tensors, ctx.layout, *needed)
+    return *(grad if need else None for grad, need in zip(grads, needed)), None, None, None
+
+
+_grouped_gemm = Operator(
+    "grouped_gemm",
+    _forward,
+    _fake,
+    save=_save,
+    gradient=_gradient,
+    backward=_backward,
+    backward_fake=_backward_fake,
+)
+
+
+def grouped_gemm(
+    rows: Tensor,
+    weight: Tensor,
+    groups: Routing | Tensor,
+    *,
+    layout: WeightLayout,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply each expert's rows by its matrix: rows [R,K] -> [R,N].
+
+    weight   [E,N,K] with layout "ENK" (as nn.Linear), or [E,K,N] with layout "EKN"
+    groups   a Routing, whose padding rows are never read and come out zero; or expert_offsets [E+1]
+             int32 or int64 on the device of rows, rows of expert e being offsets[e] : offsets[e+1]
+             (rows past offsets[E] come out zero; the values are not checked on a GPU)
+    bias     [E,N], or None
+
+    bf16, fp16, fp32 or fp64, one dtype throughout; under autocast all follow the autocast dtype.
+    Differentiable in rows, weight and bias; saves rows and weight. Raises ArgumentError.
+    """
+    if torch.is_autocast_enabled(rows.device.type):
+        dtype = torch.get_autocast_dtype(rows.device.type)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    check.tensor("grouped_gemm", "rows", rows, ["R", "K"], dtypes=check.FLOAT_DTYPES)
+    check.choice("grouped_gemm", "layout", layout, LAYOUTS)
+    if isinstance(groups, Routing):
+        check_routing("grouped_gemm", groups, rows.device)
+        if groups.num_rows != rows.shape[0]:
+            expected = f"{groups.num_rows} rows, those of the routing"
+            check.fail("grouped_gemm", "rows", expected, rows.shape[0])
+        num_experts = groups.num_experts
+    else:
+        dtypes = frozenset({torch.int32, torch.int64})
+        check.tensor("grouped_gemm", "groups", groups, ["E+1"], dtypes=dtypes, device=rows.device)
+        check.at_least("grouped_gemm", "groups.shape[0]", groups.shape[0], 2)
+        _check_offsets(groups, rows.shape[0])
+        num_experts = groups.shape[0] - 1
+    check_weight("grouped_gemm", "weight", weight, rows, num_experts, layout, rows.shape[1], "N")
+    size = weight.shape[1 if layout == "ENK" else 2]
+    if bias is not None:
+        check.tensor("grouped_gemm", "bias", bias, [num_experts, size], device=rows.device)
+        check.same_dtype("grouped_gemm", "bias", bias, "rows", rows.dtype)
+    return _grouped_gemm(rows, weight, bias, *_offsets_and_counts(groups), layout)
+
+
+def check_weight(
+    operator: str,
+    argument: str,
+    weight: Tensor,
+    rows: Tensor,
+    num_experts: int,
+    layout: str,
+    size_in: int | str,
+    size_out: int | str,
+) -> None:
+    sizes = [size_out, size_in] if layout == "ENK" else [size_in, size_out]
+    check.tensor(operator, argument, weight, [num_experts, *sizes], device=rows.device)
+    check.same_dtype(operator, argument, weight, "rows", rows.dtype)
+
+
+def _check_offsets(expert_offsets: Tensor, num_rows: int) -> None:
+    """Check the values where they can be read at no cost."""
+    if torch.compiler.is_compiling() or not expert_offsets.is_cpu:
+        return
+    if type(expert_offsets) is not Tensor:
+        return
+    offsets = expert_offsets.tolist()
+    if offsets[0] != 0 or offsets[-1] > num_rows or sorted(offsets) != offsets:
+        expected = f"offsets that start at 0, never decrease and end at {num_rows} at most"
+        check.fail("grouped_gemm", "groups", expected, offsets)

@@ -1,0 +1,68 @@
+"""The two moves that the permutation family is made of, adjoint to one another.
+
+gather_rows   out[i] = x[index[i]], zero where index[i] is -1
+sum_rows      out[t] = sum over k of x[index[t,k]] (* weights[t,k]), k = 0, 1, ..., skipping -1
+"""
+
+import torch
+from torch import Tensor
+
+from tokenyard import check
+from tokenyard.routing import Routing
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64, fp32 for every other floating-point dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x [N,...] any dtype, index [M] int -> [M,...]; bit-exact."""
+    if x.is_floating_point() and x.element_size() == 1:  # few operators know the fp8 dtypes
+        return gather_rows(x.view(torch.uint8), index).view(x.dtype)
+    if x.shape[0] == 0:
+        # nothing to gather from: every index is -1
+        return x.new_zeros(index.shape[0], *x.shape[1:])
+    out = x.index_select(0, index.clamp(min=0))
+    absent = index < 0
+    if absent.is_cpu and not absent.any():
+        return out
+    return out.masked_fill_(absent.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
+    """x [N,D], index [T,K] int, weights [T,K] or None -> [T,D] in the accumulation dtype.
+
+    A chain from zero: out = out + c_k, c_k = acc(x[index[t,k]]) * acc(weights[t,k]) rounded on its own.
+    """
+    dtype = accumulation_dtype(x.dtype)
+    out = x.new_zeros(index.shape[0], x.shape[1], dtype=dtype)
+    for k in range(index.shape[1]):
+        out += term(x, index[:, k], None if weights is None else weights[:, k], dtype)
+    return out
+
+
+def term(x: Tensor, index: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x[index] (* weights), [T,D] in `dtype`; exactly zero where there is no row, whatever the weight."""
+    rows = gather_rows(x, index).to(dtype)
+    if weights is None:
+        return rows
+    return rows * weights.to(dtype).masked_fill(index < 0, 0)[:, None]
+
+
+def check_routing(operator: str, routing: object, device: torch.device) -> None:
+    if not isinstance(routing, Routing):
+        check.fail(operator, "routing", "a tokenyard.Routing", check.describe(routing))
+    if routing.device != device:
+        check.fail(operator, "routing", f"device {device}", f"device {routing.device}")
+
+
+def check_topk_weights(operator: str, topk_weights: Tensor, routing: Routing) -> None:
+    check.tensor(
+        operator,
+        "topk_weights",
+        topk_weights,
+        [routing.num_tokens, routing.top_k],
+        dtypes=check.FLOAT_DTYPES,
+        device=routing.device,
+    )
