@@ -1,0 +1,89 @@
+"""The router: a linear layer, then `topk`."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenyard.ops.losses import update_selection_bias
+from tokenyard.ops.topk import topk
+
+
+class RouterOutput(NamedTuple):
+    """router_logits [T,E] fp32, topk_weights [T,K] fp32, topk_indices [T,K] int32."""
+
+    router_logits: Tensor
+    topk_weights: Tensor
+    topk_indices: Tensor
+
+
+class Router(nn.Module):
+    """router_logits = x W^T (+ bias), then `topk` with its options.
+
+    bias             the linear layer has one (gpt-oss)
+    selection_bias   keep a buffer `e_score_correction_bias` [E], moved towards balance by
+                     `update_selection_bias` (DeepSeek-V3); it chooses experts and weighs none
+    topk_options     options of `tokenyard.topk`: score, normalize, num_groups, scale, ...
+
+    Parameters: weight [E,H], bias [E]. Logits are computed in fp32 whatever the dtype of the model,
+    also under autocast, and their bits do not depend on it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        bias: bool = False,
+        selection_bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **topk_options: Any,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
+        self.topk_options = topk_options
+        self.weight = nn.Parameter(
+            torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
+        )
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype))
+        self.e_score_correction_bias: Tensor | None
+        correction = torch.zeros(num_experts, device=device) if selection_bias else None
+        self.register_buffer("e_score_correction_bias", correction)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(self.hidden_size)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, topk_indices: Tensor | None = None) -> RouterOutput:
+        """x [T,H]; `topk_indices` [T,K] are used instead of a choice (replay, hash routing)."""
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        with torch.autocast(x.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.to(dtype)
+            router_logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)
+        weights, indices = topk(
+            router_logits,
+            self.top_k,
+            selection_bias=self.e_score_correction_bias,
+            topk_indices=topk_indices,
+            **self.topk_options,
+        )
+        return RouterOutput(router_logits, weights, indices)
+
+    def update_selection_bias(self, tokens_per_expert: Tensor, rate: float = 1e-3) -> None:
+        """Move the selection bias towards balance, in place (once per optimizer step)."""
+        if self.e_score_correction_bias is None:
+            raise RuntimeError("tokenyard.nn.Router: made with selection_bias=False, has no bias")
+        update_selection_bias(self.e_score_correction_bias, tokens_per_expert, rate=rate)
+
+    def extra_repr(self) -> str:
+        options = "".join(f", {name}={value!r}" for name, value in self.topk_options.items())
+        return f"{self.hidden_size}, {self.num_experts}, top_k={self.top_k}{options}"
