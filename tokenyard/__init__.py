@@ -3,6 +3,7 @@
 Every operator has a plain-PyTorch definition, `<operator>_reference`, that is its specification.
 """
 
+from tokenyard import conventions, nn
 from tokenyard.backend import explain, use
 from tokenyard.check import ArgumentError
 from tokenyard.ops.activation import activation, activation_reference
@@ -28,12 +29,14 @@ __all__ = [
     "Routing",
     "activation",
     "activation_reference",
+    "conventions",
     "expert_mlp",
     "expert_mlp_reference",
     "explain",
     "grouped_gemm",
     "grouped_gemm_reference",
     "load_balance_loss",
+    "nn",
     "permute",
     "permute_reference",
     "permute_slots",

@@ -67,6 +67,8 @@ def choice(operator: str, argument: str, value: object, allowed: Sequence[object
 
 
 def at_least(operator: str, argument: str, value: int, minimum: int) -> None:
+    if not isinstance(value, int | torch.SymInt):
+        fail(operator, argument, "an integer", describe(value))
     if value < minimum:
         fail(operator, argument, f"at least {minimum}", value)
 

@@ -137,6 +137,12 @@ pytree.register_pytree_node(
 
 
 def _validate(routing: Routing) -> None:
+    for name, letters in (("topk_indices", "[T,K]"), ("slot_of_row", "[R]")):
+        got = list(getattr(routing, name).shape)
+        if len(got) != letters.count(",") + 1:
+            raise ValueError(
+                f"tokenyard.Routing: invariant broken: {name} has shape {letters}, not {got}"
+            )
     num_experts, num_rows = routing.num_experts, routing.num_rows
     num_slots = routing.num_tokens * routing.top_k
     shapes = {
@@ -170,8 +176,9 @@ def _validate(routing: Routing) -> None:
     require(offsets[-1] <= num_rows, "expert_offsets[E] <= num_rows")
     require((offsets % routing.row_alignment == 0).all(), "expert_offsets are aligned")
     require(((counts >= 0) & (counts <= capacity)).all(), "tokens_per_expert fits its range")
-    require(routing.num_dropped >= 0, "num_dropped >= 0")
     require(((experts >= 0) == (rows >= 0)).all(), "a slot has a row exactly if it has an expert")
+
+    require(routing.num_dropped >= 0, "num_dropped >= 0")
 
     routed = (rows >= 0).nonzero().flatten()
     require(
@@ -227,7 +234,8 @@ def _route_definition(
     if capacity is not None:
         order = torch.arange(num_slots, device=device)
         if drop_weights is not None:
-            order = drop_weights.flatten().argsort(descending=True, stable=True)
+            weights = drop_weights.flatten().nan_to_num(nan=-torch.inf)
+            order = weights.argsort(descending=True, stable=True)
         rank = _rank_in_expert(experts, order, num_experts)
         experts = torch.where(rank < capacity, experts, num_experts)
 
@@ -325,7 +333,8 @@ def route(
                    in `num_dropped`; rows past the last expert of a larger R are padding
     capacity       most slots that one expert takes; the others are dropped and counted
     drop           which slots go beyond the capacity: the latest ("position", Switch and GShard) or
-                   those with the least of `topk_weights` [T,K] ("weight"; ties drop the later slot)
+                   those with the least of `topk_weights` [T,K] ("weight"; ties drop the later slot,
+                   NaN counts as least)
     validate       check the ids; default only on the CPU, since it synchronises a GPU. Unchecked
                    ids outside -1..E mean "no expert": they never write anywhere
 
@@ -333,6 +342,7 @@ def route(
     """
     check.tensor("route", "topk_indices", topk_indices, ["T", "K"], dtypes=check.INTEGER_DTYPES)
     check.at_least("route", "num_experts", num_experts, 1)
+    check.fits_int32("route", "num_experts", num_experts + 1, "E + 1")
     check.at_least("route", "row_alignment", row_alignment, 1)
     num_tokens, top_k = topk_indices.shape
     num_slots = num_tokens * top_k

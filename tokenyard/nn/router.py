@@ -1,6 +1,7 @@
 """The router: a linear layer, then `topk`."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,17 @@ class Router(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+        if self.e_score_correction_bias is not None:
+            nn.init.zeros_(self.e_score_correction_bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """Move the selection bias, but keep it fp32: in bf16 its steps of 1e-3 would round away."""
+        kept = self.e_score_correction_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        moved = self.e_score_correction_bias
+        if kept is not None and moved is not None and moved.dtype != kept.dtype:
+            self.e_score_correction_bias = kept.to(moved.device)
+        return self
 
     def forward(self, x: Tensor, topk_indices: Tensor | None = None) -> RouterOutput:
         """x [T,H]; `topk_indices` [T,K] are used instead of a choice (replay, hash routing)."""

@@ -38,6 +38,7 @@ from tokenyard.ops.grouped_gemm import (
 from tokenyard.ops.permute import permute_reference
 from tokenyard.ops.rows import (
     accumulation_dtype,
+    autocast_dtype,
     check_routing,
     check_topk_weights,
     gather_rows,
@@ -236,10 +237,10 @@ def _backward(
     need_x, need_weights, need_w1, need_w2, need_b1, need_b2 = need
     acc = accumulation_dtype(x.dtype)
     num_rows = slot_of_row.shape[0]
-    d_w1 = torch.zeros_like(w_gate_up) if need_w1 else x.new_empty(0)
-    d_w2 = torch.zeros_like(w_down) if need_w2 else x.new_empty(0)
-    d_b1 = torch.zeros_like(b_gate_up) if need_b1 and b_gate_up is not None else x.new_empty(0)
-    d_b2 = torch.zeros_like(b_down) if need_b2 and b_down is not None else x.new_empty(0)
+    d_w1, d_w2, d_b1, d_b2 = (
+        x.new_zeros(value.shape) if needed and value is not None else x.new_empty(0)
+        for value, needed in zip((w_gate_up, w_down, b_gate_up, b_down), need[2:])
+    )
     d_rows = x.new_empty(num_rows, x.shape[1]) if need_x else x.new_empty(0)
     d_weight_of_row = x.new_zeros(num_rows, dtype=acc)
     weight_of_row = gather_rows(topk_weights.flatten(), slot_of_row).to(acc)
@@ -372,8 +373,11 @@ def expert_mlp(
     Differentiable in x, topk_weights, weights and biases; saves x and the pre-activation [R,2I], or
     with `recompute` x alone, besides its arguments. Raises ArgumentError.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    check.tensor("expert_mlp", "x", x)
+    for argument, weight in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        check.tensor("expert_mlp", argument, weight)
+    dtype = autocast_dtype(x)
+    if dtype is not None:
         x, w_gate_up, w_down = x.to(dtype), w_gate_up.to(dtype), w_down.to(dtype)
         b_gate_up = None if b_gate_up is None else b_gate_up.to(dtype)
         b_down = None if b_down is None else b_down.to(dtype)
@@ -383,7 +387,7 @@ def expert_mlp(
     check_topk_weights(name, topk_weights, routing)
     check_activation(name, "activation", activation, "gate_up_layout", gate_up_layout)
     check.choice(name, "weight_layout", weight_layout, LAYOUTS)
-    check_reduction(name, reduction, routing, x, weighted=True)
+    check_reduction(name, reduction, routing, "x", x, weighted=True)
     num_experts, hidden_size = routing.num_experts, x.shape[1]
     check_weight(name, "w_gate_up", w_gate_up, x, num_experts, weight_layout, hidden_size, "2I")
     gate_up_size = w_gate_up.shape[1 if weight_layout == "ENK" else 2]

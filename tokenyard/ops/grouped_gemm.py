@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import backend, check
-from tokenyard.ops.rows import accumulation_dtype, check_routing
+from tokenyard.ops.rows import accumulation_dtype, autocast_dtype, check_routing
 from tokenyard.registration import Operator
 from tokenyard.routing import Routing
 
@@ -49,6 +49,10 @@ def _definition(
         )
         pieces += [rows.new_zeros(valid.start - done, size), product]
         done = valid.stop
+    if not pieces:  # an empty product keeps the graph
+        matrix = weight[0].t() if layout == "ENK" else weight[0]
+        nothing = rows[:0]
+        pieces = [nothing @ matrix if bias is None else torch.addmm(bias[0], nothing, matrix)]
     return torch.cat([*pieces, rows.new_zeros(rows.shape[0] - done, size)])
 
 
@@ -196,11 +200,12 @@ def grouped_gemm(
     bf16, fp16, fp32 or fp64, one dtype throughout; under autocast all follow the autocast dtype.
     Differentiable in rows, weight and bias; saves rows and weight. Raises ArgumentError.
     """
-    if torch.is_autocast_enabled(rows.device.type):
-        dtype = torch.get_autocast_dtype(rows.device.type)
+    check.tensor("grouped_gemm", "rows", rows, ["R", "K"], dtypes=check.FLOAT_DTYPES)
+    check.tensor("grouped_gemm", "weight", weight)
+    dtype = autocast_dtype(rows)
+    if dtype is not None:
         rows, weight = rows.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    check.tensor("grouped_gemm", "rows", rows, ["R", "K"], dtypes=check.FLOAT_DTYPES)
     check.choice("grouped_gemm", "layout", layout, LAYOUTS)
     if isinstance(groups, Routing):
         check_routing("grouped_gemm", groups, rows.device)

@@ -38,15 +38,16 @@ def load_balance_loss(
     scope            shares f and P over the tokens of this "batch"; over each "sequence", then the
                      mean (T = sequences * sequence_length, token-major); or "global": f over the
                      ranks of `group`, P over this rank (average the gradients over the ranks)
-    token_mask       [T] bool, false for tokens (such as padding) that do not count
+    token_mask       [T] bool, false for tokens (such as padding) that do not count; a sequence without
+                     any counts as 0 in the mean
     group            process group for "global"; None is the default group
 
     Hugging Face's loss of the same name is K times this one. Raises ArgumentError.
     """
     name = "load_balance_loss"
-    num_tokens = router_probs.shape[0]
     check.at_least(name, "num_experts", num_experts, 1)
     check.tensor(name, "router_probs", router_probs, ["T", num_experts], dtypes=check.FLOAT_DTYPES)
+    num_tokens = router_probs.shape[0]
     check.tensor(
         name,
         "topk_indices",
@@ -80,7 +81,7 @@ def load_balance_loss(
         tokens = torch.full(
             (num_tokens // sequence_length, 1), sequence_length, device=probs.device
         )
-    ids = ids.view(-1, sequence_length * ids.shape[1])
+    ids = ids.reshape(-1, sequence_length * ids.shape[1])
     counts = torch.zeros(ids.shape[0], num_experts + 1, dtype=torch.int64, device=ids.device)
     counts = counts.scatter_add_(1, ids, torch.ones_like(ids))[:, :num_experts]
     mean_probs = probs.view(-1, sequence_length, num_experts).sum(1) / tokens.clamp(min=1)
@@ -105,11 +106,12 @@ def z_loss(router_logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor
     """
     check.tensor("z_loss", "router_logits", router_logits, ["T", "E"], dtypes=check.FLOAT_DTYPES)
     logits = router_logits if router_logits.dtype == torch.float64 else router_logits.float()
-    square = logits.logsumexp(1).square()
     if token_mask is None:
-        return square.sum() / max(square.shape[0], 1)
+        return logits.logsumexp(1).square().sum() / max(logits.shape[0], 1)
     dtypes = frozenset({torch.bool})
-    check.tensor("z_loss", "token_mask", token_mask, [square.shape[0]], dtypes=dtypes)
+    check.tensor("z_loss", "token_mask", token_mask, [logits.shape[0]], dtypes=dtypes)
+    # masked before and after: a masked token may hold NaN, and log(E) is not zero
+    square = logits.masked_fill(~token_mask[:, None], 0).logsumexp(1).square()
     return square.masked_fill(~token_mask, 0).sum() / token_mask.sum().clamp(min=1)
 
 

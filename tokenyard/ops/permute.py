@@ -42,7 +42,7 @@ def _permute_fake(x: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> Tensor
 def _permute_backward(d_rows: Tensor, row_of_slot: Tensor) -> Tensor:
     kernels = backend.kernels("unpermute", d_rows)
     if kernels is not None:
-        return kernels.unpermute(d_rows, row_of_slot)
+        return kernels.sum_rows(d_rows, row_of_slot)
     return sum_rows(d_rows, row_of_slot).to(d_rows.dtype)
 
 
@@ -76,6 +76,7 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
     x may have any dtype and strides (scales and fp8 bytes travel too); padding rows are zero.
     Differentiable in x where its dtype is; saves `routing.row_of_slot`. Raises ArgumentError.
     """
+    check.tensor("permute", "x", x)
     check_routing("permute", routing, x.device)
     check.tensor("permute", "x", x, [routing.num_tokens, "D"])
     return _permute(x, routing.row_of_slot, routing.slot_of_row)
@@ -84,7 +85,7 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
 def _slots_forward(values: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> Tensor:
     kernels = backend.kernels("permute", values)
     if kernels is not None:
-        return kernels.permute_slots(values, slot_of_row)
+        return kernels.gather_values(values.flatten(), slot_of_row)
     return gather_rows(values.flatten(), slot_of_row)
 
 
@@ -95,7 +96,7 @@ def _slots_fake(values: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> Ten
 def _slots_backward(d_rows: Tensor, row_of_slot: Tensor) -> Tensor:
     kernels = backend.kernels("permute", d_rows)
     if kernels is not None:
-        return kernels.permute_slots(d_rows, row_of_slot)
+        return kernels.gather_values(d_rows, row_of_slot.flatten()).view(row_of_slot.shape)
     return gather_rows(d_rows, row_of_slot.flatten()).view(row_of_slot.shape)
 
 
@@ -117,9 +118,10 @@ _permute_slots = Operator(
 def permute_slots(values: Tensor, routing: Routing) -> Tensor:
     """Bring one value per slot, such as its routing weight, to the slot's row: [T,K] -> [R].
 
-    values may have any dtype and strides; padding rows get zero, slots without a row get gradient exactly zero.
-    Saves `routing.row_of_slot`. Raises ArgumentError.
+    values may have any dtype and strides. Padding rows get zero; the gradient of a slot without a row
+    is exactly zero. Saves `routing.row_of_slot`. Raises ArgumentError.
     """
+    check.tensor("permute_slots", "values", values)
     check_routing("permute_slots", routing, values.device)
     check.tensor("permute_slots", "values", values, [routing.num_tokens, routing.top_k])
     return _permute_slots(values, routing.row_of_slot, routing.slot_of_row)

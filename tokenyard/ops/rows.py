@@ -10,6 +10,17 @@ from torch import Tensor
 from tokenyard import check
 from tokenyard.routing import Routing
 
+_BITS = {
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 for fp64, fp32 for every other floating-point dtype."""
@@ -18,11 +29,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """x [N,...] any dtype, index [M] int -> [M,...]; bit-exact."""
-    if x.is_floating_point() and x.element_size() == 1:  # few operators know the fp8 dtypes
-        return gather_rows(x.view(torch.uint8), index).view(x.dtype)
+    bits = _BITS.get(x.dtype)  # few operators know these dtypes
+    if bits is not None:
+        return gather_rows(x.view(bits), index).view(x.dtype)
     if x.shape[0] == 0:
-        # nothing to gather from: every index is -1
-        return x.new_zeros(index.shape[0], *x.shape[1:])
+        # nothing to gather from: every index is -1; cat keeps the graph
+        return torch.cat([x, x.new_zeros(index.shape[0], *x.shape[1:])])
     out = x.index_select(0, index.clamp(min=0))
     absent = index < 0
     if absent.is_cpu and not absent.any():
@@ -48,6 +60,14 @@ def term(x: Tensor, index: Tensor, weights: Tensor | None, dtype: torch.dtype) -
     if weights is None:
         return rows
     return rows * weights.to(dtype).masked_fill(index < 0, 0)[:, None]
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype that autocast asks for on the tensor's device; None for none, and for fp64."""
+    device = tensor.device.type
+    if tensor.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+        return None
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def check_routing(operator: str, routing: object, device: torch.device) -> None:

@@ -11,6 +11,7 @@ d_s    = the quotient rule of u;   d_z = the derivative of the score;   zero whe
 Everything is computed in fp32 (fp64 for fp64 logits) and rounded once, to the dtype of the weights.
 """
 
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -33,19 +34,23 @@ def _cap(router_logits: Tensor, softcap: float) -> Tensor:
     """The logits z, finite or -inf."""
     z = router_logits.to(accumulation_dtype(router_logits.dtype))
     z = z.nan_to_num(nan=-torch.inf, posinf=torch.finfo(z.dtype).max, neginf=-torch.inf)
-    return softcap * torch.tanh(z / softcap) if softcap > 0 else z
+    if softcap == 0:
+        return z
+    return torch.where(z == -torch.inf, z, softcap * torch.tanh(z / softcap))
 
 
 def _softmax(z: Tensor) -> Tensor:
     """Softmax of the last dimension; zeros, not NaN, where every logit is -inf."""
-    return F.softmax(z, dim=-1).masked_fill(z.amax(-1, keepdim=True) == -torch.inf, 0)
+    empty = z.amax(-1, keepdim=True) == -torch.inf
+    return F.softmax(z.masked_fill(empty, 0), dim=-1).masked_fill(empty, 0)
 
 
 def _elementwise_score(z: Tensor, score: str) -> Tensor:
     if score == "sigmoid":
         return z.sigmoid()
     if score == "sqrtsoftplus":
-        return F.softplus(z).sqrt()
+        square = F.softplus(z)
+        return square.masked_fill(square == 0, 1).sqrt().masked_fill(square == 0, 0)
     return z
 
 
@@ -164,7 +169,7 @@ def _forward(
     eps_mode: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    kernels = backend.kernels("topk", router_logits)
+    kernels = _kernels(router_logits)
     topk = _definition if kernels is None else kernels.topk
     return topk(
         router_logits,
@@ -182,6 +187,13 @@ def _forward(
         eps_mode,
         scale,
     )
+
+
+def _kernels(router_logits: Tensor) -> ModuleType | None:
+    """The kernels compute in fp32, so the definition serves fp64."""
+    if router_logits.dtype == torch.float64:
+        return None
+    return backend.kernels("topk", router_logits)
 
 
 def _fake(router_logits: Tensor, given_indices: Tensor | None, top_k: int, *args: Any) -> Any:
@@ -204,20 +216,10 @@ def _backward(
     scale: float,
 ) -> Tensor:
     """d_router_logits [T,E]; the scores are computed again, so that only logits and ids are saved."""
-    kernels = backend.kernels("topk", router_logits)
+    kernels = _kernels(router_logits)
     if kernels is not None:
-        return kernels.topk_backward(
-            d_weights,
-            router_logits,
-            topk_indices,
-            score,
-            softcap,
-            normalize,
-            norm_p,
-            eps,
-            eps_mode,
-            scale,
-        )
+        options = (score, softcap, normalize, norm_p, eps, eps_mode, scale)
+        return kernels.topk_backward(d_weights, router_logits, topk_indices, *options)
     z = _cap(router_logits, softcap)
     ids, s = _given_scores(z, topk_indices, score)
     absent = ids < 0
@@ -227,6 +229,8 @@ def _backward(
     d_s = d_u / norm
     if normalize != "none":
         d_norm = -(d_u * s).sum(1, keepdim=True) / (norm * norm)
+        if normalize == "sum" and eps == 0:
+            d_norm = d_norm.masked_fill(s.sum(1, keepdim=True) == 0, 0)
         if eps_mode == "clamp" and eps > 0:
             d_norm = d_norm.masked_fill(norm <= eps, 0)
         if normalize == "sum":
@@ -310,11 +314,11 @@ def _checked(
     check.choice("topk", "normalize", normalize, NORMALIZATIONS)
     check.choice("topk", "eps_mode", eps_mode, EPS_MODES)
     check.choice("topk", "group_score", group_score, GROUP_SCORES)
-    if eps < 0:
+    if not eps >= 0:
         check.fail("topk", "eps", "at least 0", eps)
-    if norm_p < 1:
+    if not norm_p >= 1:
         check.fail("topk", "norm_p", "at least 1", norm_p)
-    if softcap is not None and softcap <= 0:
+    if softcap is not None and not softcap > 0:
         check.fail("topk", "softcap", "a positive number, or None", softcap)
     check.at_least("topk", "num_groups", num_groups, 1)
     check.multiple_of("topk", "router_logits.shape[1]", num_experts, num_groups, "num_groups")
@@ -346,6 +350,8 @@ def _checked(
             dtypes=check.INTEGER_DTYPES,
             device=router_logits.device,
         )
+    if dtype is not None:
+        check.choice("topk", "dtype", dtype, sorted(check.FLOAT_DTYPES, key=str))
     acc = accumulation_dtype(router_logits.dtype)
     if logit_bias is not None:
         router_logits = router_logits.to(acc) + logit_bias.to(acc)
@@ -366,7 +372,8 @@ def _checked(
         float(scale),
     )
     if expert_scale is not None:
-        weights = weights * expert_scale.to(acc)[indices.clamp(min=0).long()]
+        factor = expert_scale.to(acc)[indices.clamp(min=0).long()]
+        weights = weights * factor.masked_fill(indices < 0, 0)
     return (weights if dtype is None else weights.to(dtype)), indices
 
 

@@ -6,6 +6,7 @@ d_rows[row_of_slot[t,k]] = round(acc(g[t]) * acc(w[t,k]))      zero in padding r
 d_w[t,k] = sum over d of acc(rows[row_of_slot[t,k], d]) * acc(g[t,d])   zero where there is no row
 
 Orders: "slot" k = 0, 1, ...; "expert" ascending expert id; "expert_descending"; or a `RankTree`.
+Slots of one expert (a duplicate) keep slot order in each of them.
 """
 
 from dataclasses import dataclass
@@ -235,9 +236,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, backward: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    topk_weights = ctx.saved_tensors[1]
-    d_rows, d_weights = backward(grad, *ctx.saved_tensors)
-    return d_rows, None if topk_weights is None else d_weights, *[None] * 8
+    saved = ctx.saved_tensors
+    d_rows, d_weights = backward(grad, *saved)
+    return d_rows, None if saved[1] is None else d_weights, *[None] * 8
 
 
 _unpermute = Operator(
@@ -252,7 +253,12 @@ _unpermute = Operator(
 
 
 def check_reduction(
-    operator: str, reduction: Reduction, routing: Routing, rows: Tensor, weighted: bool
+    operator: str,
+    reduction: Reduction,
+    routing: Routing,
+    argument: str,
+    rows: Tensor,
+    weighted: bool,
 ) -> None:
     if not isinstance(reduction, RankTree):
         if reduction not in ORDERS:
@@ -269,7 +275,7 @@ def check_reduction(
         if not weighted:
             check.fail(operator, "topk_weights", "weights, for within_rank 'fma_bf16'", None)
         if rows.dtype == torch.float64:
-            check.fail(operator, "rows", "no fp64 rows for within_rank 'fma_bf16'", rows.dtype)
+            check.fail(operator, argument, "no fp64 for within_rank 'fma_bf16'", rows.dtype)
 
 
 def unpermute(
@@ -289,11 +295,12 @@ def unpermute(
     without a row adds nothing and its weight's gradient is exactly zero. Differentiable in rows and
     weights; saves rows only when there are weights. Raises ArgumentError.
     """
+    check.tensor("unpermute", "rows", rows)
     check_routing("unpermute", routing, rows.device)
     check.tensor("unpermute", "rows", rows, [routing.num_rows, "D"], dtypes=check.FLOAT_DTYPES)
     if topk_weights is not None:
         check_topk_weights("unpermute", topk_weights, routing)
-    check_reduction("unpermute", reduction, routing, rows, topk_weights is not None)
+    check_reduction("unpermute", reduction, routing, "rows", rows, topk_weights is not None)
     return _unpermute(
         rows,
         topk_weights,

@@ -1,0 +1,102 @@
+"""The choice of an implementation: what is chosen, when, and how it is explained."""
+
+import sys
+import threading
+from types import ModuleType
+
+import pytest
+import torch
+
+import tokenyard
+from tokenyard import ArgumentError, backend, explain, use
+
+CPU = torch.zeros(1)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module that stands for the kernels of an operator called "pretend"."""
+    module = ModuleType("tokenyard.kernels.pretend")
+    monkeypatch.setitem(sys.modules, "tokenyard.kernels", ModuleType("tokenyard.kernels"))
+    monkeypatch.setitem(sys.modules, "tokenyard.kernels.pretend", module)
+    monkeypatch.setattr(backend, "KERNELS", frozenset({"pretend"}))
+    monkeypatch.setattr(backend, "_triton_installed", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return module
+
+
+def test_auto_takes_the_definition_on_a_cpu(kernel: ModuleType) -> None:
+    assert backend.kernels("pretend", CPU) is None
+    assert explain("pretend", CPU) == "pretend: definition (definitions serve cpu)"
+
+
+def test_triton_takes_the_kernel_in_the_interpreter(kernel: ModuleType) -> None:
+    with use("triton"):
+        assert backend.kernels("pretend", CPU) is kernel
+        assert explain("pretend") == "pretend: Triton kernel (cpu tensors)"
+
+
+def test_reference_never_takes_the_kernel(kernel: ModuleType) -> None:
+    with use("reference"):
+        assert backend.kernels("pretend", CPU) is None
+        assert '"reference" is in use' in explain("pretend")
+
+
+def test_triton_says_why_it_cannot_run(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    with use("triton"):
+        with pytest.raises(RuntimeError, match=r"tokenyard\.missing.*no Triton kernel"):
+            backend.kernels("missing", CPU)
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+        with pytest.raises(RuntimeError, match="do not run on cpu"):
+            backend.kernels("pretend", CPU)
+        monkeypatch.setattr(backend, "_triton_installed", lambda: False)
+        with pytest.raises(RuntimeError, match="not installed"):
+            backend.kernels("pretend", CPU)
+
+
+def test_use_restores_the_previous_choice() -> None:
+    with use("reference"):
+        with use("triton"):
+            assert backend._backend == "triton"
+        assert backend._backend == "reference"
+        with pytest.raises(KeyError), use("auto"):
+            raise KeyError
+        assert backend._backend == "reference"
+    assert backend._backend == "auto"
+
+
+def test_use_takes_effect_as_a_plain_call_and_in_other_threads() -> None:
+    previous = use("reference")
+    try:
+        seen: list[str] = []
+        thread = threading.Thread(target=lambda: seen.append(explain("permute")))
+        thread.start()
+        thread.join()
+        assert seen == ['permute: definition (backend "reference" is in use)']
+    finally:
+        previous.__exit__(None, None, None)
+    assert backend._backend == "auto"
+
+
+def test_an_unknown_backend_changes_nothing() -> None:
+    with pytest.raises(ArgumentError, match=r"tokenyard\.use: `backend`: expected one of 'auto'"):
+        use("cuda")
+    assert backend._backend == "auto"
+
+
+def test_operators_follow_the_choice() -> None:
+    """Both directions: the backward asks again."""
+    routing = tokenyard.route(torch.tensor([[0], [1]]), 2)
+    x_TH = torch.randn(2, 3, requires_grad=True)
+    with use("reference"):
+        rows_RH = tokenyard.permute(x_TH, routing)
+        rows_RH.sum().backward()
+    assert x_TH.grad is not None and torch.equal(x_TH.grad, torch.ones(2, 3))
+
+
+def test_a_kernel_that_is_listed_exists() -> None:
+    """Each name of KERNELS is a module file; importing it needs Triton."""
+    folder = backend.__file__.replace("backend.py", "kernels")
+    for name in backend.KERNELS:
+        with open(f"{folder}/{name}.py", encoding="utf-8"):
+            pass
