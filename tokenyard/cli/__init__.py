@@ -1,0 +1,1 @@
+"""The `tokenyard` command. Needs the `cli` extra: typer, rich, matplotlib and safetensors."""
