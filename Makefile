@@ -37,8 +37,8 @@ test: lint ## Lint, then run every test that is not slow (PYTEST_ARGS and JOBS a
 test-slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
-bench: $(STAMP) ## Measure the operators on this machine
-	$(BIN)/tokenyard bench
+bench: $(STAMP) ## Measure the expert MLP on this machine
+	$(BIN)/python -m benchmarks.expert_mlp_cpu
 
 clean: ## Remove .venv, caches, builds and runs
 	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
