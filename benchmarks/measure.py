@@ -35,6 +35,69 @@ def cpu_seconds(
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+def gpu_milliseconds(function: Callable[[], object], repeat: int = 80) -> float:
+    """Median time of a call on the GPU between two events, the L2 cache flushed before each."""
+    from triton.testing import do_bench
+
+    return float(do_bench(function, warmup=20, rep=repeat, return_mode="median"))
+
+
+def kernel_microseconds(function: Callable[[], object], calls: int = 30) -> float:
+    """Mean GPU time of a call's kernels, added up: without launch gaps, inputs left in the cache."""
+    for _ in range(3):
+        function()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        for _ in range(calls):
+            function()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profile.key_averages()) / calls
+
+
+def graph_microseconds(function: Callable[[], object], replays: int = 200) -> float:
+    """Time of one replay of a call captured in a CUDA graph, replayed back to back."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(20):
+        graph.replay()
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / replays * 1e3
+
+
+def host_microseconds(function: Callable[[], object], calls: int = 300) -> float:
+    """Mean host time of an asynchronous call, of small inputs."""
+    for _ in range(50):
+        function()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return seconds / calls * 1e6
+
+
+def copy_rate(num_bytes: int) -> float:
+    """Bytes per millisecond, read plus written, of a device copy that moves `num_bytes` in all."""
+    source = torch.empty(num_bytes // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return num_bytes / gpu_milliseconds(lambda: target.copy_(source))
+
+
+def fill_rate(num_bytes: int) -> float:
+    """Bytes per millisecond that a device fill of `num_bytes` writes."""
+    target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    return num_bytes / gpu_milliseconds(lambda: target.fill_(1))
+
+
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """||got - expected|| / ||expected|| in fp64; NaN never passes a comparison."""
     got, expected = got.double(), expected.double()

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -14,7 +15,7 @@ CPU = torch.zeros(1)
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A module that stands for the kernels of an operator called "pretend"."""
     module = ModuleType("tokenyard.kernels.pretend")
     monkeypatch.setitem(sys.modules, "tokenyard.kernels", ModuleType("tokenyard.kernels"))
@@ -22,7 +23,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(backend, "KERNELS", frozenset({"pretend"}))
     monkeypatch.setattr(backend, "_triton_installed", lambda: True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return module
+    backend._kernels.cache_clear()
+    yield module
+    backend._kernels.cache_clear()
 
 
 def test_auto_takes_the_definition_on_a_cpu(kernel: ModuleType) -> None:
@@ -47,9 +50,11 @@ def test_triton_says_why_it_cannot_run(kernel: ModuleType, monkeypatch: pytest.M
         with pytest.raises(RuntimeError, match=r"tokenyard\.missing.*no Triton kernel"):
             backend.kernels("missing", CPU)
         monkeypatch.setenv("TRITON_INTERPRET", "0")
+        backend._kernels.cache_clear()
         with pytest.raises(RuntimeError, match="do not run on cpu"):
             backend.kernels("pretend", CPU)
         monkeypatch.setattr(backend, "_triton_installed", lambda: False)
+        backend._kernels.cache_clear()
         with pytest.raises(RuntimeError, match="not installed"):
             backend.kernels("pretend", CPU)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenyard import check
 
 BACKENDS = ("auto", "reference", "triton")
-KERNELS: frozenset[str] = frozenset()
+KERNELS = frozenset({"permute", "routing", "routing_mask", "sort_chunks", "topk", "unpermute"})
 """Operators that have a module of the same name under `tokenyard.kernels`."""
 
 _backend = "auto"
@@ -74,10 +74,15 @@ def _choose(operator: str, device: str) -> tuple[bool, str]:
 
 def kernels(operator: str, tensor: Tensor) -> ModuleType | None:
     """The Triton module of `operator` for such a tensor, or None where the definition serves."""
-    chosen, reason = _choose(operator, tensor.device.type)
+    return _kernels(operator, tensor.device.type, _backend)
+
+
+@cache
+def _kernels(operator: str, device: str, backend: str) -> ModuleType | None:
+    chosen, reason = _choose(operator, device)
     if chosen:
         return importlib.import_module(f"tokenyard.kernels.{operator}")
-    if _backend == "triton":
+    if backend == "triton":
         raise RuntimeError(f"tokenyard.{operator}: backend 'triton' cannot be used: {reason}")
     return None
 

@@ -288,24 +288,11 @@ def _route_forward(
 
 
 def _route_fake(
-    topk_indices: Tensor,
-    num_experts: int,
-    row_alignment: int,
-    num_rows: int,
-    capacity: int | None,
-    drop_weights: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    def int32(*shape: int) -> Tensor:
-        return topk_indices.new_empty(shape, dtype=torch.int32)
-
-    return (
-        int32(*topk_indices.shape),
-        int32(*topk_indices.shape),
-        int32(num_rows),
-        int32(num_experts + 1),
-        int32(num_experts),
-        int32(),
-    )
+    topk_indices: Tensor, num_experts: int, row_alignment: int, num_rows: int, *rest: Any
+) -> Any:
+    shape = topk_indices.shape
+    sizes = (shape, shape, (num_rows,), (num_experts + 1,), (num_experts,), ())
+    return tuple(topk_indices.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
 _route = Operator("route", _route_forward, _route_fake)
@@ -343,17 +330,9 @@ def route(
     check.tensor("route", "topk_indices", topk_indices, ["T", "K"], dtypes=check.INTEGER_DTYPES)
     check.at_least("route", "num_experts", num_experts, 1)
     check.fits_int32("route", "num_experts", num_experts + 1, "E + 1")
-    check.at_least("route", "row_alignment", row_alignment, 1)
     num_tokens, top_k = topk_indices.shape
-    num_slots = num_tokens * top_k
     check.at_least("route", "topk_indices.shape[1]", top_k, 1)
-    if num_rows is None:
-        most = num_slots + torch.sym_min(num_experts, num_slots) * (row_alignment - 1)
-        num_rows = most // row_alignment * row_alignment
-    check.at_least("route", "num_rows", num_rows, 0)
-    check.multiple_of("route", "num_rows", num_rows, row_alignment, "row_alignment")
-    check.fits_int32("route", "topk_indices", num_slots, "T*K")
-    check.fits_int32("route", "num_rows", num_rows, "R")
+    num_rows = _checked_rows("route", num_tokens * top_k, num_experts, row_alignment, num_rows)
     check.choice("route", "drop", drop, ("position", "weight"))
     drop_weights = None
     if capacity is not None:
@@ -375,6 +354,81 @@ def route(
     return Routing(
         **dict(zip(_TENSOR_FIELDS, results)), num_experts=num_experts, row_alignment=row_alignment
     )
+
+
+def _route_mask_definition(
+    routing_map: Tensor, top_k: int, row_alignment: int, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The slots of a token are its experts in ascending order, those from `top_k` on being dropped."""
+    num_tokens, num_experts = routing_map.shape
+    routed = routing_map != 0
+    choice = routed.cumsum(1) - 1
+    fits = routed & (choice < top_k)
+    experts = torch.arange(num_experts, device=routing_map.device).expand(num_tokens, -1)
+    indices = choice.new_full((num_tokens, top_k + 1), -1)  # the last column takes the rest
+    indices.scatter_(1, torch.where(fits, choice, top_k), experts)
+    *maps, dropped = _route_definition(
+        indices[:, :top_k], num_experts, row_alignment, num_rows, None, None
+    )
+    return *maps, dropped + (routed & ~fits).sum(dtype=torch.int32)  # type: ignore[return-value]
+
+
+def _route_mask_forward(
+    routing_map: Tensor, top_k: int, row_alignment: int, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    kernels = backend.kernels("routing_mask", routing_map)
+    route_mask = _route_mask_definition if kernels is None else kernels.route_mask
+    return route_mask(routing_map, top_k, row_alignment, num_rows)
+
+
+def _route_mask_fake(routing_map: Tensor, top_k: int, row_alignment: int, num_rows: int) -> Any:
+    num_tokens, num_experts = routing_map.shape
+    indices = routing_map.new_empty(num_tokens, top_k)
+    return _route_fake(indices, num_experts, row_alignment, num_rows)
+
+
+_route_mask = Operator("route_mask", _route_mask_forward, _route_mask_fake)
+
+
+def route_mask(
+    routing_map: Tensor,
+    *,
+    top_k: int | None = None,
+    row_alignment: int = 1,
+    num_rows: int | None = None,
+) -> Routing:
+    """As `route`, of a dense mask [T,E], bool or any integer dtype, any strides, true where not 0.
+
+    Slots are in ascending expert id, -1 after the last. `top_k` bounds the fan-out (default E);
+    experts past it are dropped, highest first, and counted. `num_rows` as in `route`, where K is
+    `top_k`: give one or the other, since T*E rows are many.
+    """
+    dtypes = check.INTEGER_DTYPES | {torch.bool}
+    check.tensor("route_mask", "routing_map", routing_map, ["T", "E"], dtypes=dtypes)
+    num_tokens, num_experts = routing_map.shape
+    check.at_least("route_mask", "routing_map.shape[1]", num_experts, 1)
+    top_k = num_experts if top_k is None else top_k
+    check.at_least("route_mask", "top_k", top_k, 1)
+    num_rows = _checked_rows("route_mask", num_tokens * top_k, num_experts, row_alignment, num_rows)
+    results = _route_mask(routing_map, top_k, row_alignment, num_rows)
+    return Routing(
+        **dict(zip(_TENSOR_FIELDS, results)), num_experts=num_experts, row_alignment=row_alignment
+    )
+
+
+def _checked_rows(
+    operator: str, num_slots: int, num_experts: int, row_alignment: int, num_rows: int | None
+) -> int:
+    """R, or an error."""
+    check.at_least(operator, "row_alignment", row_alignment, 1)
+    if num_rows is None:
+        most = num_slots + torch.sym_min(num_experts, num_slots) * (row_alignment - 1)
+        num_rows = most // row_alignment * row_alignment
+    check.at_least(operator, "num_rows", num_rows, 0)
+    check.multiple_of(operator, "num_rows", num_rows, row_alignment, "row_alignment")
+    check.fits_int32(operator, "num_rows", num_rows, "R")
+    check.fits_int32(operator, "topk_indices", num_slots, "T*K")
+    return num_rows
 
 
 def _readable(tensor: Tensor) -> bool:

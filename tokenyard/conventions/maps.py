@@ -1,6 +1,5 @@
 """Routing <-> the row maps of other libraries."""
 
-import dataclasses
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
@@ -9,7 +8,7 @@ from torch.nn.functional import pad
 
 from tokenyard import check
 from tokenyard.conventions.groups import aligned_offsets, check_ints, checked
-from tokenyard.routing import Routing, route
+from tokenyard.routing import Routing, route_mask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -100,7 +99,8 @@ def to_sorted_slots(routing: Routing) -> Tensor:
     xtuner's torch path (`row_id_map`), scattermoe `sorted_scattered_idxs`, unsloth
     `gather_indices`, sonic-moe scatter index.
 
-    >>> routing = route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
+    >>> import torch, tokenyard
+    >>> routing = tokenyard.route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
     >>> to_sorted_slots(routing).tolist()
     [1, 3, 6, 0, 5, 7, 8, 2, 4, 9]
     """
@@ -136,7 +136,8 @@ def to_row_id_map(routing: Routing) -> Tensor:
 
     xtuner's CUDA path (`row_id_map`), grouped_gemm, TransformerEngine's "index" map.
 
-    >>> routing = route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
+    >>> import torch, tokenyard
+    >>> routing = tokenyard.route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
     >>> to_row_id_map(routing).tolist()
     [3, 7, 8, 2, 6, 0, 1, 4, 5, 9]
     """
@@ -162,7 +163,8 @@ def to_scatter_indices(routing: Routing) -> Tensor:
 
     unsloth `scatter_indices`, sonic-moe reverse index, flashinfer.
 
-    >>> routing = route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
+    >>> import torch, tokenyard
+    >>> routing = tokenyard.route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
     >>> to_scatter_indices(routing).tolist()
     [3, 0, 7, 1, 8, 4, 2, 5, 6, 9]
     """
@@ -186,7 +188,8 @@ def from_scatter_indices(
 def to_moe_ops_map(routing: Routing) -> tuple[Tensor, Tensor]:
     """Map D of moe_ops: map B [K*T] int32, and the offsets [E+1] int32 that go with it.
 
-    >>> routing = route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
+    >>> import torch, tokenyard
+    >>> routing = tokenyard.route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
     >>> [result.tolist() for result in to_moe_ops_map(routing)]
     [[3, 7, 8, 2, 6, 0, 1, 4, 5, 9], [0, 3, 7, 10]]
     """
@@ -230,7 +233,8 @@ def to_mask_map(routing: Routing) -> Tensor:
     last column. Cells that the peers leave undefined are -1. Lost: the order of a token's slots,
     and all rows but the first of a duplicated expert.
 
-    >>> routing = route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
+    >>> import torch, tokenyard
+    >>> routing = tokenyard.route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
     >>> to_mask_map(routing).tolist()[:3]
     [[3, 0, -1, 1, 0, -1, 2], [7, 1, -1, 2, 0, -1, 2], [8, 4, -1, 2, 1, -1, 2]]
     >>> to_mask_map(routing).tolist()[3:]
@@ -294,7 +298,8 @@ def to_sorted_tokens(routing: Routing) -> Tensor:
 
     Lost: the order of a token's slots. A duplicated expert keeps its rows.
 
-    >>> routing = route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
+    >>> import torch, tokenyard
+    >>> routing = tokenyard.route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
     >>> to_sorted_tokens(routing).tolist()
     [0, 1, 3, 0, 2, 3, 4, 1, 2, 4]
     """
@@ -334,7 +339,8 @@ def to_inverse_map(routing: Routing) -> Tensor:
     Inverse map of Megatron's batch-invariant mode. Slots without a row come last, -1 in both.
     Lost: the order of a token's slots. A duplicated expert keeps its rows.
 
-    >>> routing = route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
+    >>> import torch, tokenyard
+    >>> routing = tokenyard.route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
     >>> to_inverse_map(routing)[0].tolist()
     [[0, 3], [1, 7], [4, 8], [2, 5], [6, 9]]
     >>> to_inverse_map(routing)[1].tolist()
@@ -367,7 +373,8 @@ def to_routing_map(routing: Routing) -> Tensor:
 
     Megatron and TransformerEngine `routing_map`. Lost: the order of a token's slots, duplicates.
 
-    >>> routing = route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
+    >>> import torch, tokenyard
+    >>> routing = tokenyard.route(torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]]), 3)
     >>> to_routing_map(routing).int().tolist()
     [[1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 0], [0, 1, 1]]
     """
@@ -395,18 +402,6 @@ def from_routing_map(
     """
     operator, dtypes = "conventions.from_routing_map", check.INTEGER_DTYPES | {torch.bool}
     check.tensor(operator, "routing_map", routing_map, ["T", "E"], dtypes=dtypes)
-    num_tokens, num_experts = routing_map.shape
-    check.at_least(operator, "routing_map.shape[1]", num_experts, 1)
-    top_k = num_experts if top_k is None else top_k
-    check.at_least(operator, "top_k", top_k, 1)
-    routed = routing_map != 0
-    choice = routed.cumsum(1) - 1
-    fits = routed & (choice < top_k)
-    experts = torch.arange(num_experts, device=routing_map.device).expand(num_tokens, -1)
-    topk_indices = choice.new_full((num_tokens, top_k + 1), -1)  # the last column takes the rest
-    topk_indices = topk_indices.scatter(1, torch.where(fits, choice, top_k), experts)[:, :top_k]
-    routing = route(
-        topk_indices, num_experts, row_alignment=row_alignment, num_rows=num_rows, validate=False
-    )
-    num_dropped = routing.num_dropped + (routed & ~fits).sum(dtype=torch.int32)
-    return dataclasses.replace(routing, num_dropped=num_dropped)
+    check.at_least(operator, "routing_map.shape[1]", routing_map.shape[1], 1)
+    check.at_least(operator, "top_k", 1 if top_k is None else top_k, 1)
+    return route_mask(routing_map, top_k=top_k, row_alignment=row_alignment, num_rows=num_rows)

@@ -74,7 +74,8 @@ def _select(
     else:
         choice = _softmax(z) if score == "softmax" else _elementwise_score(z, score)
     if selection_bias is not None:
-        choice = (choice + selection_bias.to(choice.dtype)).nan_to_num(nan=-torch.inf)
+        choice = choice + selection_bias.to(choice.dtype)
+        choice = choice.masked_fill(choice.isnan(), -torch.inf)
     if num_groups > 1:
         grouped = choice.unflatten(1, (num_groups, -1))
         if group_score == "max":

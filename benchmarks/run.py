@@ -1,0 +1,124 @@
+"""Check, then time, the operators on a GPU, beside the peers that are installed.
+
+python -m benchmarks.run [OPERATOR ...] [--shapes NAME ...] [--peers] [--json FILE]
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import measure, peers, permutation
+from benchmarks.permutation import Case
+from benchmarks.shapes import SHAPES
+
+GIB = 2**30
+
+
+def measured(case: Case, rate: float, with_peers: bool) -> dict[str, Any]:
+    """Times of one case. Shares are of the time that a copy would take to move the same bytes:
+
+    at the rate of a large copy, and at that of a copy of this very size.
+    """
+    case.check()
+    milliseconds = measure.gpu_milliseconds(case.run)
+    row: dict[str, Any] = {
+        "milliseconds": milliseconds,
+        "kernel_microseconds": measure.kernel_microseconds(case.run),
+    }
+    if case.num_bytes:
+        row["terabytes_per_second"] = case.num_bytes / milliseconds / 1e9
+        row["share_of_large_copy"] = case.num_bytes / rate / milliseconds
+        same_size = measure.copy_rate(case.num_bytes)
+        row["share_of_same_size_copy"] = case.num_bytes / same_size / milliseconds
+        fill = measure.fill_rate(case.written)
+        row["share_of_filling_the_output"] = case.written / fill / milliseconds
+    if with_peers:
+        row["peers"] = {}
+        for name, function in case.peers.items():
+            theirs = measure.gpu_milliseconds(function)
+            row["peers"][name] = {
+                "milliseconds": theirs,
+                "kernel_microseconds": measure.kernel_microseconds(function),
+                "ratio": theirs / milliseconds,
+            }
+    return row
+
+
+def table_of(results: list[dict[str, Any]]) -> Table:
+    table = Table(title="GPU, medians; shares of a large copy, a copy of the same size, a fill")
+    for title in ("operator", "shape", "ms", "kernels us", "TB/s", "shares", "peers: time / ours"):
+        table.add_column(title, justify="left" if title[0] in "os" else "right")
+    for row in results:
+        shares = [
+            f"{row[key]:.3f}"
+            for key in (
+                "share_of_large_copy",
+                "share_of_same_size_copy",
+                "share_of_filling_the_output",
+            )
+            if key in row
+        ]
+        others = [f"{name} {peer['ratio']:.2f}" for name, peer in row.get("peers", {}).items()]
+        rate = f"{row['terabytes_per_second']:.2f}" if "terabytes_per_second" in row else ""
+        table.add_row(
+            row["operator"],
+            row["shape"],
+            f"{row['milliseconds']:.4f}",
+            f"{row['kernel_microseconds']:.1f}",
+            rate,
+            " ".join(shares),
+            ", ".join(others),
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help="default: all")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--peers", action="store_true", help="time installed peers too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    options = parser.parse_args()
+    unknown = set(options.operators) - set(permutation.OPERATORS)
+    if unknown:
+        parser.error(f"unknown operator {', '.join(sorted(unknown))}; there are "
+                     + ", ".join(permutation.OPERATORS))  # fmt: skip
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU; python -m benchmarks.expert_mlp_cpu runs without one")
+
+    torch.manual_seed(0)
+    rate, fill = measure.copy_rate(4 * GIB), measure.fill_rate(2 * GIB)
+    console = Console(width=150)
+    console.print(f"large copy {rate / 1e9:.2f} TB/s, large fill {fill / 1e9:.2f} TB/s")
+    results = []
+    for operator in options.operators or permutation.OPERATORS:
+        for shape in (SHAPES[name] for name in options.shapes):
+            for case in permutation.OPERATORS[operator](shape):
+                row = measured(case, rate, options.peers)
+                results.append({"operator": case.name, "shape": shape.name} | row)
+                torch.cuda.empty_cache()
+    console.print(table_of(results))
+    extra = {}
+    if not options.operators:
+        extra = {
+            "decode_microseconds": permutation.decode(),
+            "host_microseconds": permutation.host(),
+        }
+        console.print(extra)
+    if options.json:
+        record = measure.environment("cuda", "triton", *(["moe-ops"] if peers.moe_ops() else []))
+        record |= {
+            "peers": list(peers.installed()),
+            "copy_terabytes_per_second": rate / 1e9,
+            "fill_terabytes_per_second": fill / 1e9,
+            "results": results,
+        }
+        measure.write_result(options.json, record | extra)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Triton kernels, one file per operator; imported by `tokenyard.backend` alone, when it chooses them."""

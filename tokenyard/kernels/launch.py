@@ -1,0 +1,51 @@
+"""Launching with little host time."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+
+class Launcher:
+    """A kernel with its constants. A launcher serves one combination of dtypes.
+
+    Triton looks at every argument of every launch to find the compiled kernel. Here the constants, the
+    dtypes and the alignment of pointers are known to be the same each time, and integers are not
+    specialised on, so all launches on a device but the first go straight to the compiled kernel.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        constants: Mapping[str, Any],
+        *,
+        num_warps: int = 4,
+        enable_fp_fusion: bool = True,
+    ) -> None:
+        self.kernel = kernel
+        self.constants = constants
+        self.options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+        self.compiled: dict[int, Any] = {}
+
+    def __call__(
+        self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[int | float, ...]
+    ) -> None:
+        """Launch `programs` programs on the device of the first tensor."""
+        device = tensors[0].device  # type: ignore[union-attr]
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(programs, tensors, numbers)
+            return
+        unaligned = 0
+        for tensor in tensors:
+            if tensor is not None:
+                unaligned |= tensor.data_ptr()
+        compiled = self.compiled.get(device.index) if unaligned % 16 == 0 else None
+        if compiled is not None:
+            compiled[(programs, 1, 1)](*tensors, *numbers, *self.constants.values())
+            return
+        compiled = self.kernel[(programs,)](*tensors, *numbers, **self.constants, **self.options)
+        if unaligned % 16 == 0 and isinstance(self.kernel, JITFunction):
+            self.compiled[device.index] = compiled
