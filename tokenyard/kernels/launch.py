@@ -38,14 +38,23 @@ class Launcher:
             with torch.cuda.device(device):
                 self(programs, tensors, numbers)
             return
-        unaligned = 0
-        for tensor in tensors:
-            if tensor is not None:
-                unaligned |= tensor.data_ptr()
-        compiled = self.compiled.get(device.index) if unaligned % 16 == 0 else None
+        special = _special(tensors)
+        compiled = None if special else self.compiled.get(device.index)
         if compiled is not None:
             compiled[(programs, 1, 1)](*tensors, *numbers, *self.constants.values())
             return
         compiled = self.kernel[(programs,)](*tensors, *numbers, **self.constants, **self.options)
-        if unaligned % 16 == 0 and isinstance(self.kernel, JITFunction):
+        if not special and isinstance(self.kernel, JITFunction):
             self.compiled[device.index] = compiled
+
+
+def _special(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether Triton may specialise on these pointers otherwise than on most."""
+    addresses = 0
+    for tensor in tensors:
+        if tensor is not None:
+            addresses |= tensor.data_ptr()
+            # AMD's back end takes 32-bit offsets for what lies within 2 GiB
+            if torch.version.hip is not None and tensor.untyped_storage().size() >= 2**31:
+                return True
+    return addresses % 16 != 0

@@ -153,13 +153,16 @@ def _combine_launcher(
     """The launcher, its tokens a program, and its programs along the columns."""
     acc = tl.float64 if dtype == torch.float64 else tl.float32
     tile = row_tile(num_columns, dtype.itemsize, 2048)
+    slots = next_power_of_2(top_k)
+    # all pairs of a token's slots are compared to put them in order
+    tokens = tile.rows if order == "slot" else min(tile.rows, max(4096 // slots**2, 1))
     constants = {
         "NUM_COLUMNS": num_columns,
         "ROWS_STRIDE": rows_stride,
         "EXPERTS_PER_RANK": experts_per_rank,
         "TOP_K": top_k,
-        "SLOTS": next_power_of_2(top_k),
-        "GROUP": min(_GROUP, next_power_of_2(top_k)),
+        "SLOTS": slots,
+        "GROUP": min(_GROUP, slots),
         "ORDER": order,
         "TREE": tree,
         "FMA_BF16": within_rank == "fma_bf16",
@@ -167,13 +170,13 @@ def _combine_launcher(
         "ACC": acc,
         "CHAIN": tl.float64 if within_rank == "fp64" else acc,
         "TOTAL": tl.float64 if across_ranks == "fp64" else acc,
-        "TOKENS": tile.rows,
+        "TOKENS": tokens,
         "COLUMNS": tile.columns,
     }
     launcher = Launcher(
         _combine_kernel, constants, num_warps=tile.num_warps, enable_fp_fusion=False
     )
-    return launcher, tile.rows, cdiv(num_columns, tile.columns)
+    return launcher, tokens, cdiv(num_columns, tile.columns)
 
 
 def combine(

@@ -14,9 +14,7 @@ def cap(logits, softcap, CAPPED: tl.constexpr):
     z = tl.where(z == z, z, float("-inf"))
     z = tl.minimum(z, 3.4028234663852886e38)
     if CAPPED:
-        # tanh(y) = 1 - 2 / (exp(2y) + 1), with y bounded so that exp stays finite
-        y = tl.minimum(tl.maximum(z / softcap, -40.0), 40.0)
-        z = tl.where(z == float("-inf"), z, softcap * (1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0)))
+        z = tl.where(z == float("-inf"), z, softcap * tanh(z / softcap))
     return z
 
 
@@ -29,8 +27,21 @@ def through_cap(d_z, z, logits, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def tanh(y):
+    """1 - 2 / (exp(2y) + 1), with y bounded so that exp stays finite; its series where that cancels."""
+    y = tl.minimum(tl.maximum(y, -40.0), 40.0)
+    q = y * y
+    series = 1.0 + q * (-1.0 / 3 + q * (2.0 / 15 + q * (-17.0 / 315 + q * (62.0 / 2835))))
+    return tl.where(q < 0.04, y * series, 1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
+
+
+@triton.jit
 def softplus(z):
-    return tl.maximum(z, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(z)))
+    """max(z, 0) + log(1 + e), e = exp(-|z|); the logarithm corrected for the rounding of 1 + e."""
+    e = tl.exp(-tl.abs(z))
+    u = 1.0 + e
+    log = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.maximum(z, 0.0) + log
 
 
 @triton.jit
