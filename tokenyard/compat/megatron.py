@@ -310,17 +310,16 @@ def permute(
     capacity = drop_and_pad and num_out_tokens is not None
     routing = _route(routing_map, num_rows, capacity, topk)
     output = permute_rows(tokens, routing)
-    permuted_probs: Tensor | None = None
-    inverse_map: Tensor | None = None
+    row_probs = inverse_map = None
     if probs is not None:
-        permuted_probs = permute_slots(slot_weights(name, "probs", probs, routing), routing)
+        row_probs = permute_slots(slot_weights(name, "probs", probs, routing), routing)
     if return_batch_invariant_inverse_map:
         num_tokens = max(routing.num_tokens, 1)
         check.multiple_of(name, "num_out_tokens", routing.num_rows, num_tokens, "T")
         inverse_map = conventions.to_inverse_map(routing)
         inverse_map = inverse_map[:, :, : max(routing.num_rows // num_tokens, 1)]
     sorted_indices = conventions.to_sorted_tokens(routing)
-    return output, permuted_probs, sorted_indices, inverse_map, tokens_per_expert
+    return output, row_probs, sorted_indices, inverse_map, tokens_per_expert
 
 
 def unpermute_loop(
