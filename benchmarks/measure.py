@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def cpu_seconds(
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def gpu_milliseconds(function: Callable[[], object], repeat: int = 80) -> float:
+def gpu_milliseconds(function: Callable[[], object], repeat: int = 50) -> float:
     """Median time of a call on the GPU between two events, the L2 cache flushed before each."""
     from triton.testing import do_bench
 
@@ -85,6 +86,7 @@ def host_microseconds(function: Callable[[], object], calls: int = 300) -> float
     return seconds / calls * 1e6
 
 
+@cache
 def copy_rate(num_bytes: int) -> float:
     """Bytes per millisecond, read plus written, of a device copy that moves `num_bytes` in all."""
     source = torch.empty(num_bytes // 2, dtype=torch.uint8, device="cuda")
@@ -92,6 +94,7 @@ def copy_rate(num_bytes: int) -> float:
     return num_bytes / gpu_milliseconds(lambda: target.copy_(source))
 
 
+@cache
 def fill_rate(num_bytes: int) -> float:
     """Bytes per millisecond that a device fill of `num_bytes` writes."""
     target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")

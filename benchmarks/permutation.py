@@ -38,7 +38,10 @@ def _choices(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def _same(got: Tensor, expected: Tensor) -> None:
-    assert torch.equal(got.cpu(), expected.cpu()), "bits differ from the definition"
+    """Bit for bit; on the device where both are, else on the CPU."""
+    if got.device != expected.device:
+        got, expected = got.cpu(), expected.cpu()
+    assert torch.equal(got, expected), "bits differ from the definition"
 
 
 def route(shape: Shape) -> Iterator[Case]:
@@ -86,9 +89,8 @@ def unpermute(shape: Shape) -> Iterator[Case]:
             got = tokenyard.unpermute(rows, routing, weights, reduction=order)
             some = slice(0, min(shape.T, 2048))
             small = tokenyard.route(ids[some].cpu(), shape.E)
-            slots = routing.row_of_slot[some].cpu()
-            picked = rows.cpu()[slots.flatten().long()]
-            mine = picked.new_empty(picked.shape)
+            picked = rows[routing.row_of_slot[some].flatten().long()].cpu()
+            mine = torch.empty_like(picked)
             mine[small.row_of_slot.flatten().long()] = picked
             expected = tokenyard.unpermute(mine, small, weights[some].cpu(), reduction=order)
             _same(got[some], expected)

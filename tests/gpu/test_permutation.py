@@ -12,6 +12,7 @@ import tokenyard
 from tokenyard import RankTree, Routing
 from tokenyard.ops.rows import sum_rows
 from tokenyard.ops.unpermute import Reduction
+from tokenyard.routing import route_mask
 
 pytestmark = pytest.mark.gpu
 
@@ -85,6 +86,22 @@ def test_route_about_its_block_boundaries(num_slots: int, num_experts: int) -> N
     ids_TK = torch.randint(-1, num_experts + 1, (num_slots, 1), device="cuda")
     got = tokenyard.route(ids_TK, num_experts, row_alignment=8)
     assert_same_routing(got, tokenyard.route(ids_TK.cpu(), num_experts, row_alignment=8))
+
+
+@pytest.mark.parametrize(
+    "shape", [(4096, 256, 8), (777, 60, 60), (1, 384, 8), (70_000, 8, 2)], ids=str
+)
+def test_route_mask_has_the_bits_of_the_definition(
+    shape: tuple[int, int, int], poisoned_memory: None
+) -> None:
+    num_tokens, num_experts, top_k = shape
+    mask_TE = torch.rand(num_tokens, num_experts) < 1.5 * top_k / num_experts * torch.rand(
+        num_tokens, 1
+    )
+    for mask in (mask_TE.cuda(), mask_TE.int().cuda(), mask_TE.t().contiguous().cuda().t()):
+        got, want = route_mask(mask, top_k=top_k), route_mask(mask_TE, top_k=top_k)
+        for field in FIELDS:
+            assert_same_bits(getattr(got, field).cpu(), getattr(want, field))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn, torch.int64], ids=str)

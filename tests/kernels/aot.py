@@ -161,7 +161,7 @@ ORDERS = (
 
 def permutation_family() -> None:
     """Every kernel of the permutation family: a wide model, narrow rows, and many choices."""
-    from tokenyard.kernels import permute, routing, sort_chunks, topk, unpermute
+    from tokenyard.kernels import permute, routing, routing_mask, sort_chunks, topk, unpermute
 
     bf16, int32 = torch.bfloat16, torch.int32
     for num_tokens, top_k, num_experts, width in ((8192, 8, 256, 7168), (64, 2, 8, 64)):
@@ -172,6 +172,9 @@ def permutation_family() -> None:
         weights = torch.empty(num_tokens, top_k)
         logits = torch.empty(num_tokens, num_experts)
         routing.route(ids.long(), num_experts, 1, rows, None)
+        mask = torch.zeros(num_experts, num_tokens, dtype=torch.bool).t()
+        routing_mask.route_mask(mask, top_k, 1, rows)
+        routing_mask.route_mask(mask.contiguous(), top_k, 1, rows)
         permute.permute(x, ids, slots)
         permute.gather_values(weights.flatten(), slots)
         for order, ep_size, within, across in ORDERS:

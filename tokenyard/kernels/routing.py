@@ -33,7 +33,7 @@ from tokenyard.kernels.tiles import cdiv
 
 DIRECT_SLOTS = 2048
 """Most slots that are routed in one launch."""
-_DIRECT_TILE, _TILE = 256, 512
+_DIRECT_TILE, _TILE = 128, 512
 """Slots that a program sorts."""
 _DIRECT_CHUNK = 1024
 """Slots whose experts are counted at a time."""
@@ -245,7 +245,7 @@ def route(
     ids = topk_indices.contiguous()
     num_slots = ids.numel()
     num_tokens, top_k = ids.shape
-    results = empty_maps(ids.device, num_tokens, top_k, num_rows, num_experts)
+    results = empty_maps(ids, num_tokens, top_k, num_rows, num_experts)
     numbers = (num_slots, num_rows, 2**31 - 1 if capacity is None else capacity)
     if num_slots <= DIRECT_SLOTS:
         launch = _direct_launcher(ids.dtype, num_experts, row_alignment)
@@ -253,8 +253,8 @@ def route(
         return results
     count, scan, place = _launchers(ids.dtype, num_experts, row_alignment)
     num_tiles = cdiv(num_slots, _TILE)
-    tile_counts = int32(ids.device, num_tiles, num_experts)
-    total = int32(ids.device, num_experts)
+    tile_counts = int32(ids, num_tiles, num_experts)
+    total = int32(ids, num_experts)
     count(num_tiles, (ids, tile_counts), (num_slots,))
     scan(cdiv(num_experts, SCAN_EXPERTS), (tile_counts, total), (num_tiles,))
     place(num_tiles, (ids, tile_counts, total, *results), numbers)

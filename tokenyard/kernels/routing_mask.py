@@ -32,27 +32,31 @@ def _load_mask(
     mask_ptr,
     tokens,
     num_tokens,
+    stride_t,
+    stride_e,
     NUM_EXPERTS: tl.constexpr,
-    STRIDE_T: tl.constexpr,
-    STRIDE_E: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
     """[TOKENS,EXPERTS] int32, whether a token goes to an expert; and which of its choices that is."""
+    if CONTIGUOUS:
+        stride_t, stride_e = NUM_EXPERTS, 1
     experts = tl.arange(0, EXPERTS)
-    at = tokens.to(tl.int64)[:, None] * STRIDE_T + experts.to(tl.int64)[None, :] * STRIDE_E
+    at = tokens.to(tl.int64)[:, None] * stride_t + experts.to(tl.int64)[None, :] * stride_e
     held = (tokens < num_tokens)[:, None] & (experts < NUM_EXPERTS)[None, :]
     routed = (tl.load(mask_ptr + at, mask=held, other=0) != 0).to(tl.int32)
     return routed, tl.cumsum(routed, 1) - routed
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "stride_t", "stride_e"])
 def _count_kernel(
     mask_ptr,
     tile_counts_ptr,
     num_tokens,
+    stride_t,
+    stride_e,
     NUM_EXPERTS: tl.constexpr,
-    STRIDE_T: tl.constexpr,
-    STRIDE_E: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -60,7 +64,9 @@ def _count_kernel(
     """Choices by expert; one more column counts those beyond TOP_K."""
     tile = tl.program_id(0)
     tokens = tile * TOKENS + tl.arange(0, TOKENS)
-    routed, k = _load_mask(mask_ptr, tokens, num_tokens, NUM_EXPERTS, STRIDE_T, STRIDE_E, EXPERTS)
+    routed, k = _load_mask(
+        mask_ptr, tokens, num_tokens, stride_t, stride_e, NUM_EXPERTS, CONTIGUOUS, EXPERTS
+    )
     count = tl.sum(tl.where(k < TOP_K, routed, 0), 0)
     beyond = tl.sum(tl.sum(tl.where(k < TOP_K, 0, routed), 1), 0)
     bins = tl.arange(0, EXPERTS)
@@ -69,7 +75,7 @@ def _count_kernel(
     tl.store(at + NUM_EXPERTS, beyond)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "stride_t", "stride_e"])
 def _place_kernel(
     mask_ptr,
     tile_counts_ptr,
@@ -82,9 +88,10 @@ def _place_kernel(
     dropped_ptr,
     num_tokens,
     num_rows,
+    stride_t,
+    stride_e,
     NUM_EXPERTS: tl.constexpr,
-    STRIDE_T: tl.constexpr,
-    STRIDE_E: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -101,7 +108,9 @@ def _place_kernel(
     first, end = row_ranges(kept, ALIGNMENT)
 
     tokens = tile * TOKENS + tl.arange(0, TOKENS)
-    routed, k = _load_mask(mask_ptr, tokens, num_tokens, NUM_EXPERTS, STRIDE_T, STRIDE_E, EXPERTS)
+    routed, k = _load_mask(
+        mask_ptr, tokens, num_tokens, stride_t, stride_e, NUM_EXPERTS, CONTIGUOUS, EXPERTS
+    )
     routed = tl.where(k < TOP_K, routed, 0)
     row = (first + earlier)[None, :] + tl.cumsum(routed, 0) - routed
     slot = tokens[:, None] * TOP_K + k
@@ -133,27 +142,22 @@ def _place_kernel(
 
 @cache
 def _launchers(
-    dtype: torch.dtype,
-    num_experts: int,
-    strides: tuple[int, int],
-    top_k: int,
-    row_alignment: int,
+    dtype: torch.dtype, num_experts: int, contiguous: bool, top_k: int, row_alignment: int
 ) -> tuple[Launcher, Launcher, Launcher, int]:
     """Count, scan and place, and the tokens of a tile."""
     experts = bins_of(num_experts)
     tokens = max(_MASK_ELEMENTS // experts, 1)
     constants = {
         "NUM_EXPERTS": num_experts,
-        "STRIDE_T": strides[0],
-        "STRIDE_E": strides[1],
+        "CONTIGUOUS": contiguous,
         "TOP_K": top_k,
     }
     tile = {"EXPERTS": experts, "TOKENS": tokens}
     place = {"SLOTS": next_power_of_2(top_k), "ALIGNMENT": row_alignment}
     return (
-        Launcher(_count_kernel, constants | tile),
+        Launcher(_count_kernel, constants | tile, num_warps=8),
         scan_launcher(num_experts + 1),
-        Launcher(_place_kernel, constants | place | tile),
+        Launcher(_place_kernel, constants | place | tile, num_warps=8),
         tokens,
     )
 
@@ -163,17 +167,20 @@ def route_mask(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `route`, from a [T,E] mask of any strides; `top_k` bounds the choices of a token."""
     num_tokens, num_experts = routing_map.shape
-    device = routing_map.device
     if routing_map.dtype == torch.bool:
         routing_map = routing_map.view(torch.uint8)
-    results = empty_maps(device, num_tokens, top_k, num_rows, num_experts)
+    results = empty_maps(routing_map, num_tokens, top_k, num_rows, num_experts)
+    if max(routing_map.stride()) >= 2**31:
+        routing_map = routing_map.contiguous()
+    strides = routing_map.stride()
     count, scan, place, tokens = _launchers(
-        routing_map.dtype, num_experts, routing_map.stride(), top_k, row_alignment
+        routing_map.dtype, num_experts, routing_map.is_contiguous(), top_k, row_alignment
     )
     num_tiles = max(cdiv(num_tokens, tokens), 1)
-    tile_counts = int32(device, num_tiles, num_experts + 1)
-    total = int32(device, num_experts + 1)
-    count(num_tiles, (routing_map, tile_counts), (num_tokens,))
+    tile_counts = int32(routing_map, num_tiles, num_experts + 1)
+    total = int32(routing_map, num_experts + 1)
+    count(num_tiles, (routing_map, tile_counts), (num_tokens, *strides))
     scan(cdiv(num_experts + 1, SCAN_EXPERTS), (tile_counts, total), (num_tiles,))
-    place(num_tiles, (routing_map, tile_counts, total, *results), (num_tokens, num_rows))
+    maps = (routing_map, tile_counts, total, *results)
+    place(num_tiles, maps, (num_tokens, num_rows, *strides))
     return results
