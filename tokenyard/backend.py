@@ -15,7 +15,9 @@ from torch import Tensor
 from tokenyard import check
 
 BACKENDS = ("auto", "reference", "triton")
-KERNELS = frozenset({"permute", "routing", "routing_mask", "sort_chunks", "topk", "unpermute"})
+KERNELS = frozenset(
+    {"grouped_gemm", "permute", "routing", "routing_mask", "sort_chunks", "topk", "unpermute"}
+)
 """Operators that have a module of the same name under `tokenyard.kernels`."""
 
 _backend = "auto"

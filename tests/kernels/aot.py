@@ -159,7 +159,7 @@ ORDERS = (
 )
 
 
-def permutation_family() -> None:
+def permutation_family(target: str) -> None:
     """Every kernel of the permutation family: a wide model, narrow rows, and many choices."""
     from tokenyard.kernels import permute, routing, routing_mask, sort_chunks, topk, unpermute
 
@@ -202,13 +202,43 @@ def permutation_family() -> None:
     unpermute.unpermute_backward(x, y, torch.empty(64, 40), ids, slots)
 
 
-FAMILIES: dict[str, Callable[[], None]] = {"permutation": permutation_family}
+def gemm_family(target: str) -> None:
+    """The GEMMs with every tile of the target's table: few rows to many, both layouts, unaligned sizes."""
+    from tokenyard.kernels import grouped_gemm
+
+    grouped_gemm.architecture = lambda device: target
+    num_experts = 8
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
+    groups = offsets, offsets[1:]
+    for dtype in (torch.bfloat16, torch.float32):
+        for size_in, size_out, bias in (
+            (2048, 1536, False),
+            (2048, 1536, True),
+            (2044, 1530, False),
+        ):
+            weight = torch.empty(num_experts, size_out, size_in, dtype=dtype)
+            bias_EN = torch.empty(num_experts, size_out, dtype=dtype) if bias else None
+            for rows_per_expert in (8, 24, 48, 256):
+                x = torch.empty(rows_per_expert * num_experts, size_in, dtype=dtype)
+                grouped_gemm.grouped_gemm(x, weight, bias_EN, *groups, "ENK")
+                if not bias:
+                    grouped_gemm.grouped_gemm(x, weight.view(8, size_in, -1), None, *groups, "EKN")
+            grad = torch.empty(x.shape[0], size_out, dtype=dtype)
+            grouped_gemm.grouped_gemm_backward(grad, x, weight, *groups, "ENK", False, True, True)
+            main_grad = torch.empty(weight.shape)
+            grouped_gemm.weight_gradient(grad, x, *groups, main_grad, True)
+
+
+FAMILIES: dict[str, Callable[[str], None]] = {
+    "permutation": permutation_family,
+    "gemm": gemm_family,
+}
 
 
 def main(target: str) -> None:
     for name, family in FAMILIES.items():
         with captured_launches() as launches:
-            family()
+            family(target)
         seen = set()
         for launch in launches:
             source = source_of(launch, target)

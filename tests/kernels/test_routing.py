@@ -172,8 +172,10 @@ def test_dtypes_of_ids(dtype: torch.dtype, poisoned_memory: None) -> None:
     check(ids_TK.to(dtype), 60)
 
 
-def test_more_experts_than_int8_holds() -> None:
+def test_more_experts_than_the_dtype_holds(poisoned_memory: None) -> None:
     check(torch.randint(-1, 128, (30, 2)).to(torch.int8), 300)
+    for num_experts in (256, 300):
+        check(torch.randint(0, 256, (11, 3)).to(torch.uint8), num_experts, row_alignment=4)
 
 
 def test_unchecked_ids_write_nowhere(poisoned_memory: None) -> None:

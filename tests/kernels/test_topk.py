@@ -198,6 +198,12 @@ def test_given_choices(dtype: torch.dtype, score: str, poisoned_memory: None) ->
     check(logits_TE, 3, score=score, topk_indices=ids_TK.T.contiguous().T)
 
 
+def test_given_choices_of_a_small_dtype() -> None:
+    """A lane without a choice must not read as expert 255."""
+    ids_TK = torch.randint(0, 256, (5, 3)).to(torch.uint8)
+    check(torch.randn(5, 300), 3, topk_indices=ids_TK, normalize="sum")
+
+
 @pytest.mark.parametrize("score", SCORES)
 def test_given_duplicates(score: str) -> None:
     """The gradient of an expert that is chosen twice is the sum of both."""

@@ -22,18 +22,24 @@ class Launcher:
         constants: Mapping[str, Any],
         *,
         num_warps: int = 4,
+        num_stages: int | None = None,
         enable_fp_fusion: bool = True,
     ) -> None:
         self.kernel = kernel
         self.constants = constants
         self.options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+        if num_stages is not None:
+            self.options["num_stages"] = num_stages
         self.compiled: dict[int, Any] = {}
 
     def __call__(
-        self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[int | float, ...]
+        self, programs: int, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]
     ) -> None:
-        """Launch `programs` programs on the device of the first tensor."""
-        device = tensors[0].device  # type: ignore[union-attr]
+        """Launch `programs` programs on the device of the first of `tensors`.
+
+        These are tensors, descriptors of tensors, or None.
+        """
+        device = tensors[0].device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self(programs, tensors, numbers)
@@ -48,11 +54,11 @@ class Launcher:
             self.compiled[device.index] = compiled
 
 
-def _special(tensors: tuple[Tensor | None, ...]) -> bool:
+def _special(tensors: tuple[Any, ...]) -> bool:
     """Whether Triton may specialise on these pointers otherwise than on most."""
     addresses = 0
     for tensor in tensors:
-        if tensor is not None:
+        if isinstance(tensor, Tensor):  # descriptors are aligned
             addresses |= tensor.data_ptr()
             # AMD's back end takes 32-bit offsets for what lies within 2 GiB
             if torch.version.hip is not None and tensor.untyped_storage().size() >= 2**31:

@@ -43,8 +43,9 @@ _SIZES = ["num_slots", "num_rows", "capacity"]
 @triton.jit
 def _load_experts(ids_ptr, slots, num_slots, NUM_EXPERTS: tl.constexpr):
     """Expert ids as int32; E stands for "no expert"."""
-    ids = tl.load(ids_ptr + slots, mask=slots < num_slots, other=-1).to(tl.int64)
-    return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, NUM_EXPERTS).to(tl.int32)
+    listed = slots < num_slots
+    ids = tl.load(ids_ptr + slots, mask=listed, other=0).to(tl.int64)
+    return tl.where(listed & (ids >= 0) & (ids < NUM_EXPERTS), ids, NUM_EXPERTS).to(tl.int32)
 
 
 @triton.jit

@@ -1,6 +1,18 @@
-"""Which tile each kernel takes: one frozen record, chosen by static sizes alone."""
+"""Which tile each kernel takes: frozen records, chosen by static sizes alone.
 
-from dataclasses import dataclass
+Moves of rows compute theirs. GEMMs look theirs up, by architecture, size of an element, and a coarse
+bucket of rows per expert that the host knows; a table that `tokenyard tune` measured comes first.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
 
 
 def cdiv(a: int, b: int) -> int:
@@ -32,3 +44,159 @@ def slot_tile(num_columns: int, element_size: int, rows: int) -> RowTile:
     widest = 512 * 2 // max(element_size, 2)
     columns = min(next_power_of_2(num_columns), widest)
     return RowTile(rows=min(rows * widest // columns, 128), columns=columns)
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """rows x columns of the result, `depth` of the inner size at a time, `num_stages` of these in flight.
+
+    For grouped_gemm rows are tokens; for its weight gradient they are the first size of the weight.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+BUCKETS = (16, 32, 64)
+"""Rows per expert up to which a tile of that many rows serves; beyond, "many"."""
+DESCRIPTORS = frozenset({"sm_90", "sm_100", "sm_103"})
+"""Architectures whose tiles of 2-byte elements are loaded through tensor descriptors (TMA)."""
+
+_HOPPER = {
+    "16": GemmTile(16, 64, 128, 4, 5),
+    "32": GemmTile(32, 64, 128, 4, 4),
+    "64": GemmTile(64, 128, 64, 4, 4),
+    "many": GemmTile(128, 256, 64, 8, 3),
+    "weight": GemmTile(128, 256, 64, 8, 3),
+    "weight by pointers": GemmTile(128, 128, 64, 8, 3),
+}
+_AMPERE = {  # 163 KB of shared memory
+    "16": GemmTile(16, 64, 128, 4, 4),
+    "32": GemmTile(32, 64, 128, 4, 4),
+    "64": GemmTile(64, 128, 32, 4, 4),
+    "many": GemmTile(128, 128, 64, 8, 3),
+    "weight": GemmTile(128, 128, 64, 8, 3),
+    "weight by pointers": GemmTile(128, 128, 64, 8, 3),
+}
+_ADA = {  # 99 KB; consumer Blackwell too
+    "16": GemmTile(16, 64, 128, 4, 3),
+    "32": GemmTile(32, 64, 64, 4, 4),
+    "64": GemmTile(64, 128, 32, 4, 4),
+    "many": GemmTile(128, 128, 32, 8, 4),
+    "weight": GemmTile(128, 128, 32, 8, 3),
+    "weight by pointers": GemmTile(128, 128, 32, 8, 3),
+}
+_CDNA = {  # 64 KB
+    "16": GemmTile(16, 64, 64, 4, 2),
+    "32": GemmTile(32, 64, 64, 4, 2),
+    "64": GemmTile(64, 64, 64, 4, 2),
+    "many": GemmTile(128, 128, 32, 8, 2),
+    "weight": GemmTile(128, 128, 32, 8, 2),
+    "weight by pointers": GemmTile(128, 128, 32, 8, 2),
+}
+_FP32 = {
+    "16": GemmTile(16, 64, 32, 4, 3),
+    "32": GemmTile(32, 64, 32, 4, 3),
+    "64": GemmTile(64, 64, 16, 8, 3),
+    "many": GemmTile(64, 64, 16, 8, 3),
+    "weight": GemmTile(64, 64, 16, 8, 3),
+    "weight by pointers": GemmTile(64, 64, 16, 8, 3),
+}
+_GEMM_TILES = {
+    "sm_80": _AMPERE,
+    "sm_90": _HOPPER,
+    "sm_100": _HOPPER,
+    "sm_103": _HOPPER,
+    "gfx942": _CDNA,
+    "gfx950": _CDNA,
+}
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """sm_90, gfx942 and the like; sm_90 for the interpreter."""
+    if device.type != "cuda":
+        return "sm_90"
+    if torch.version.hip is not None:
+        name: str = torch.cuda.get_device_properties(device).gcnArchName
+        return name.partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side, one on each; 3 for the interpreter."""
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def bucket_of(rows_per_expert: int) -> str:
+    return next((str(bound) for bound in BUCKETS if rows_per_expert <= bound), "many")
+
+
+@cache
+def gemm_tile(
+    arch: str, dtype: torch.dtype, bucket: str, size_in: int, size_out: int
+) -> tuple[GemmTile, str]:
+    """The tile, and where it comes from.
+
+    bucket  of `bucket_of`; or "weight", or "weight by pointers" where its gradient is not all through TMA
+    """
+    key = tile_key(arch, dtype, bucket, size_in, size_out)
+    if (tuned := tuned_tiles().get(key)) is not None:
+        return tuned, f"tuned for {key}"
+    table = _FP32 if dtype.itemsize == 4 else _GEMM_TILES.get(arch, _ADA)
+    return table[bucket], f"table of {arch}, {dtype.itemsize}-byte elements, {bucket}"
+
+
+def tile_key(arch: str, dtype: torch.dtype, bucket: str, size_in: int, size_out: int) -> str:
+    return f"{arch} {dtype.itemsize}-byte {bucket} {size_in}x{size_out}"
+
+
+def tuned_path() -> Path:
+    """$TOKENYARD_CACHE/tiles.json, by default under the user's cache folder."""
+    folder = os.environ.get("TOKENYARD_CACHE")
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenyard"
+    return Path(folder) / "tiles.json"
+
+
+@cache
+def tuned_tiles() -> Mapping[str, GemmTile]:
+    """What `tokenyard tune` wrote, read once; ValueError where the file is not such a table."""
+    path = tuned_path()
+    if not path.is_file():
+        return {}
+    try:
+        return {key: _tile_of(entry) for key, entry in json.loads(path.read_text()).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a table of tiles; remove it: {error}") from error
+
+
+def save_tuned(tiles: Mapping[str, GemmTile]) -> Path:
+    """Add to the table of `tuned_path`, and forget what was read."""
+    path = tuned_path()
+    merged = {**tuned_tiles(), **tiles}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({key: asdict(tile) for key, tile in merged.items()}, indent=1))
+    part.replace(path)
+    tuned_tiles.cache_clear()
+    gemm_tile.cache_clear()
+    return path
+
+
+def _tile_of(entry: dict[str, Any]) -> GemmTile:
+    tile = GemmTile(**entry)
+    for name, value in entry.items():
+        if not isinstance(value, int) or not 1 <= value <= 512:
+            raise ValueError(f"{name} is {value!r}")
+    for name in ("rows", "columns", "depth", "num_warps"):
+        if entry[name] & (entry[name] - 1):
+            raise ValueError(f"{name} is {entry[name]}, no power of two")
+    return tile

@@ -123,8 +123,8 @@ def _topk_kernel(
     if given_ptr is None:
         ids = tl.load(indices_ptr + at, mask=held, other=-1)
     else:
-        given = tl.load(given_ptr + at, mask=held, other=-1).to(tl.int64)
-        ids = tl.where((given >= 0) & (given < NUM_EXPERTS), given, -1).to(tl.int32)
+        given = tl.load(given_ptr + at, mask=held, other=0).to(tl.int64)
+        ids = tl.where(held & (given >= 0) & (given < NUM_EXPERTS), given, -1).to(tl.int32)
         tl.store(indices_ptr + at, ids, mask=held)
     chosen = ids >= 0
     zk = tl.load(first_logit[:, None] + ids, mask=chosen, other=float("-inf"))

@@ -9,6 +9,7 @@ Products are accumulated in fp32 (fp64 for fp64) by the device's GEMM, rounded o
 """
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -74,6 +75,11 @@ def _offsets_and_counts(groups: Routing | Tensor) -> tuple[Tensor, Tensor]:
     return groups, groups.diff()
 
 
+def _kernels(rows: Tensor) -> ModuleType | None:
+    """fp64 has no kernels."""
+    return None if rows.dtype == torch.float64 else backend.kernels("grouped_gemm", rows)
+
+
 def _forward(
     rows: Tensor,
     weight: Tensor,
@@ -82,7 +88,7 @@ def _forward(
     tokens_per_expert: Tensor,
     layout: str,
 ) -> Tensor:
-    kernels = backend.kernels("grouped_gemm", rows)
+    kernels = _kernels(rows)
     grouped_gemm = _definition if kernels is None else kernels.grouped_gemm
     return grouped_gemm(rows, weight, bias, expert_offsets, tokens_per_expert, layout)
 
@@ -110,7 +116,7 @@ def _backward(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients that are needed; an empty tensor for each other."""
-    kernels = backend.kernels("grouped_gemm", rows)
+    kernels = _kernels(rows)
     if kernels is not None:
         return kernels.grouped_gemm_backward(
             d_out,

@@ -1,0 +1,164 @@
+"""Loads, products and stores of the tiles of grouped GEMMs, through descriptors (TMA) or pointers."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_of(index, num_row_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
+    """(row tile, column tile): GROUP row tiles go over all columns together, and meet in the L2 cache."""
+    group = index // (GROUP * COLUMN_TILES)
+    within = index % (GROUP * COLUMN_TILES)
+    size = tl.minimum(num_row_tiles - group * GROUP, GROUP)
+    return group * GROUP + within % size, within // size
+
+
+@triton.jit
+def load_rows(
+    x,
+    row,
+    k,
+    num_rows,
+    x_stride,
+    SIZE_IN: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """[TOKENS,DEPTH]; zero past the last row and past SIZE_IN. The stride is in units of UNIT elements."""
+    if TMA:
+        value = x.load([row, k])
+    else:
+        rows = row + tl.arange(0, TOKENS)
+        ks = k + tl.arange(0, DEPTH)
+        at = rows.to(tl.int64)[:, None] * (x_stride * UNIT) + ks[None, :]
+        held = (rows < num_rows)[:, None] & (ks < SIZE_IN)[None, :]
+        value = tl.load(x + at, mask=held, other=0.0)
+    return value
+
+
+@triton.jit
+def load_matrix(
+    matrix,
+    expert,
+    column,
+    k,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    OUT_MAJOR: tl.constexpr,
+    TMA: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """[COLUMNS,DEPTH] of M[expert], stored as [SIZE_OUT,SIZE_IN] if OUT_MAJOR, else transposed."""
+    if TMA:
+        if OUT_MAJOR:
+            value = matrix.load([expert, column, k]).reshape(COLUMNS, DEPTH)
+        else:
+            value = matrix.load([expert, k, column]).reshape(DEPTH, COLUMNS).T
+    else:
+        columns = column + tl.arange(0, COLUMNS)
+        ks = k + tl.arange(0, DEPTH)
+        base = matrix + expert.to(tl.int64) * SIZE_IN * SIZE_OUT
+        if OUT_MAJOR:
+            at = columns.to(tl.int64)[:, None] * SIZE_IN + ks[None, :]
+        else:
+            at = ks.to(tl.int64)[None, :] * SIZE_OUT + columns[:, None]
+        held = (columns < SIZE_OUT)[:, None] & (ks < SIZE_IN)[None, :]
+        value = tl.load(base + at, mask=held, other=0.0)
+    return value
+
+
+@triton.jit
+def multiply_tile(
+    x,
+    matrix,
+    bias_ptr,
+    out_ptr,
+    expert,
+    row,
+    valid,
+    end,
+    column,
+    num_rows,
+    x_stride,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    OUT_MAJOR: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    TOKENS_LAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """out[row : end] = x[row : end] M[expert]^T (+ bias) for COLUMNS columns; zeros from row `valid` on.
+
+    TOKENS_LAST puts few tokens on the side of the MMA that may be narrow.
+    """
+    acc = tl.zeros((COLUMNS, TOKENS) if TOKENS_LAST else (TOKENS, COLUMNS), tl.float32)
+    for k in range(0, SIZE_IN, DEPTH):
+        m = load_matrix(
+            matrix, expert, column, k, SIZE_IN, SIZE_OUT, OUT_MAJOR, TMA, COLUMNS, DEPTH
+        )
+        xs = load_rows(x, row, k, num_rows, x_stride, SIZE_IN, TMA, UNIT, TOKENS, DEPTH)
+        if TOKENS_LAST:
+            acc = tl.dot(m, xs.T, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(xs, m.T, acc, input_precision=PRECISION)
+    if TOKENS_LAST:
+        acc = acc.T
+    rows = row + tl.arange(0, TOKENS)
+    columns = column + tl.arange(0, COLUMNS)
+    inside = columns < SIZE_OUT
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * SIZE_OUT + columns, mask=inside, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    acc = tl.where((rows < valid)[:, None], acc, 0.0)
+    at = rows.to(tl.int64)[:, None] * SIZE_OUT + columns[None, :]
+    held = (rows < end)[:, None] & inside[None, :]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def zero_rows_after(out_ptr, first, num_rows, SIZE: tl.constexpr):
+    """Zero the rows from `first` on, shared out over the programs."""
+    for row in range(first + tl.program_id(0), num_rows, tl.num_programs(0)):
+        at = (row + tl.arange(0, 1)).to(tl.int64) * SIZE
+        for start in range(0, SIZE, 1024):
+            columns = start + tl.arange(0, 1024)
+            zeros = tl.zeros((1024,), out_ptr.dtype.element_ty)
+            tl.store(out_ptr + at + columns, zeros, mask=columns < SIZE)
+
+
+@triton.jit
+def load_group(
+    x,
+    first,
+    count,
+    row,
+    column,
+    x_stride,
+    SIZE: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """[DEPTH,COLUMNS] from row `row` of a group of `count` rows; zero past its end.
+
+    A descriptor bounds whole tensors. One made by `create_ragged_descriptor` ends where the second index
+    says: element c of its third dimension is row second + c - 2^30, and c stays below 2^30.
+    """
+    if TMA:
+        bound = tl.full((), 1 << 30, tl.int32)
+        value = x.load([bound, first + count, bound - count + row, column]).reshape(DEPTH, COLUMNS)
+    else:
+        rows = row + tl.arange(0, DEPTH)
+        columns = column + tl.arange(0, COLUMNS)
+        at = (first + rows).to(tl.int64)[:, None] * (x_stride * UNIT) + columns[None, :]
+        held = (rows < count)[:, None] & (columns < SIZE)[None, :]
+        value = tl.load(x + at, mask=held, other=0.0)
+    return value

@@ -1,0 +1,475 @@
+"""grouped_gemm: out[r] = M[e] x[r] for the rows r of each expert e, accumulated in fp32, DEPTH by DEPTH.
+
+few rows    one launch, a program a tile; a program finds its tile among the experts
+otherwise   one small launch lists the tiles of all experts, then one persistent program a multiprocessor
+            walks through (tile of tokens, tile of columns)
+Tiles belong to one expert each. Rows between an expert's count and its end, and past the last expert, are
+not used, and come out zero. Bytes: M of every expert with rows, x and out, each once if the L2 holds them.
+
+weight gradient: d[e] = sum over the rows r of e of a[r] b[r]^T, persistent over (e, tile); an empty
+expert's tiles are zeros. No atomics; the order of every sum is fixed by DEPTH.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tokenyard.kernels.device.gemm import load_group, multiply_tile, tile_of, zero_rows_after
+from tokenyard.kernels.launch import Launcher
+from tokenyard.kernels.tiles import (
+    DESCRIPTORS,
+    GemmTile,
+    architecture,
+    bucket_of,
+    cdiv,
+    gemm_tile,
+    multiprocessors,
+    next_power_of_2,
+)
+
+_GROUP = 8
+"""Row tiles that go over all columns together."""
+_SCHEDULERS = 16
+"""Programs that list tiles, so that one expert with all rows is listed as quickly."""
+
+
+@triton.jit
+def _schedule_kernel(
+    offsets_ptr,
+    counts_ptr,
+    tiles_ptr,
+    totals_ptr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """tiles [.,4]: expert, first row, end of its valid rows, end of its rows. totals: tiles, rows."""
+    bins = tl.arange(0, EXPERTS)
+    listed = bins < NUM_EXPERTS
+    first = tl.load(offsets_ptr + bins, mask=listed, other=0).to(tl.int32)
+    end = tl.load(offsets_ptr + bins + 1, mask=listed, other=0).to(tl.int32)
+    valid = first + tl.load(counts_ptr + bins, mask=listed, other=0).to(tl.int32)
+    tiles = (end - first + TOKENS - 1) // TOKENS
+    before = tl.cumsum(tiles, 0) - tiles
+    for j in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):
+        entry = tiles_ptr + (before + j) * 4
+        tl.store(entry, bins, mask=j < tiles)
+        tl.store(entry + 1, first + j * TOKENS, mask=j < tiles)
+        tl.store(entry + 2, valid, mask=j < tiles)
+        tl.store(entry + 3, end, mask=j < tiles)
+    if tl.program_id(0) == 0:
+        tl.store(totals_ptr, tl.sum(tiles, 0))
+        tl.store(totals_ptr + 1, tl.max(end, 0))
+
+
+@triton.jit(do_not_specialize=["num_rows", "x_stride"])
+def _grouped_gemm_kernel(
+    tiles_ptr,
+    totals_ptr,
+    x,
+    matrix,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    x_stride,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    OUT_MAJOR: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    column_tiles: tl.constexpr = (SIZE_OUT + COLUMNS - 1) // COLUMNS
+    token_tiles = tl.load(totals_ptr)
+    start, step = tl.program_id(0), tl.num_programs(0)
+    for index in tl.range(start, token_tiles * column_tiles, step, flatten=True):
+        token_tile, column_tile = tile_of(index, token_tiles, column_tiles, GROUP)
+        entry = tiles_ptr + token_tile * 4
+        expert = tl.load(entry)
+        row = tl.load(entry + 1)
+        valid = tl.load(entry + 2)
+        end = tl.load(entry + 3)
+        column = column_tile * COLUMNS
+        multiply_tile(
+            x, matrix, bias_ptr, out_ptr, expert, row, valid, end, column, num_rows, x_stride,
+            SIZE_IN, SIZE_OUT, OUT_MAJOR, TMA, UNIT, False, PRECISION, TOKENS, COLUMNS, DEPTH,
+        )  # fmt: skip
+    zero_rows_after(out_ptr, tl.load(totals_ptr + 1), num_rows, SIZE_OUT)
+
+
+@triton.jit(do_not_specialize=["num_rows", "x_stride"])
+def _direct_kernel(
+    offsets_ptr,
+    counts_ptr,
+    x,
+    matrix,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    x_stride,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    OUT_MAJOR: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    column_tiles: tl.constexpr = (SIZE_OUT + COLUMNS - 1) // COLUMNS
+    index = tl.program_id(0) // column_tiles
+    column = tl.program_id(0) % column_tiles * COLUMNS
+    bins = tl.arange(0, EXPERTS)
+    listed = bins < NUM_EXPERTS
+    first = tl.load(offsets_ptr + bins, mask=listed, other=0).to(tl.int32)
+    ends = tl.load(offsets_ptr + bins + 1, mask=listed, other=0).to(tl.int32)
+    tiles = (ends - first + TOKENS - 1) // TOKENS
+    stop = tl.cumsum(tiles, 0)
+    expert = tl.sum((stop <= index).to(tl.int32), 0)
+    if expert < NUM_EXPERTS:
+        row = tl.sum(tl.where(bins == expert, first + (index - stop + tiles) * TOKENS, 0), 0)
+        end = tl.load(offsets_ptr + expert + 1).to(tl.int32)
+        count = tl.load(counts_ptr + expert).to(tl.int32)
+        valid = tl.load(offsets_ptr + expert).to(tl.int32) + count
+        multiply_tile(
+            x, matrix, bias_ptr, out_ptr, expert, row, valid, end, column, num_rows, x_stride,
+            SIZE_IN, SIZE_OUT, OUT_MAJOR, TMA, UNIT, True, PRECISION, TOKENS, COLUMNS, DEPTH,
+        )  # fmt: skip
+    zero_rows_after(out_ptr, tl.max(ends, 0), num_rows, SIZE_OUT)
+
+
+@triton.jit(do_not_specialize=["a_stride", "b_stride"])
+def _weight_gradient_kernel(
+    offsets_ptr,
+    counts_ptr,
+    a,
+    b,
+    out,
+    a_stride,
+    b_stride,
+    NUM_EXPERTS: tl.constexpr,
+    SIZE_A: tl.constexpr,
+    SIZE_B: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    a_tiles: tl.constexpr = (SIZE_A + ROWS - 1) // ROWS
+    b_tiles: tl.constexpr = (SIZE_B + COLUMNS - 1) // COLUMNS
+    total: tl.constexpr = NUM_EXPERTS * a_tiles * b_tiles
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):
+        expert = index // (a_tiles * b_tiles)
+        a_tile, b_tile = tile_of(index % (a_tiles * b_tiles), a_tiles, b_tiles, GROUP)
+        first = tl.load(offsets_ptr + expert).to(tl.int32)
+        count = tl.load(counts_ptr + expert).to(tl.int32)
+        i, j = a_tile * ROWS, b_tile * COLUMNS
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for row in range(0, count, DEPTH):
+            a_rows = load_group(a, first, count, row, i, a_stride, SIZE_A, TMA, UNIT, DEPTH, ROWS)
+            b_rows = load_group(
+                b, first, count, row, j, b_stride, SIZE_B, TMA, UNIT, DEPTH, COLUMNS
+            )
+            acc = tl.dot(a_rows.T, b_rows, acc, input_precision=PRECISION)
+        if TMA:
+            out.store([expert, i, j], acc.to(out.dtype).reshape(1, ROWS, COLUMNS))
+        else:
+            rows, columns = i + tl.arange(0, ROWS), j + tl.arange(0, COLUMNS)
+            at = out + (expert.to(tl.int64) * SIZE_A + rows)[:, None] * SIZE_B + columns[None, :]
+            held = (rows < SIZE_A)[:, None] & (columns < SIZE_B)[None, :]
+            if ACCUMULATE:
+                acc += tl.load(at, mask=held, other=0.0).to(tl.float32)
+            tl.store(at, acc.to(out.dtype.element_ty), mask=held)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _bias_gradient_kernel(
+    offsets_ptr,
+    counts_ptr,
+    d_out_ptr,
+    d_bias_ptr,
+    stride,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column_tiles: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    expert = tl.program_id(0) // column_tiles
+    columns = tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.load(offsets_ptr + expert).to(tl.int64)
+    count = tl.load(counts_ptr + expert).to(tl.int32)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, count, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        held = (rows < count)[:, None] & (columns < SIZE)[None, :]
+        at = d_out_ptr + (first + rows)[:, None] * stride + columns[None, :]
+        acc += tl.load(at, mask=held, other=0.0).to(tl.float32)
+    at = d_bias_ptr + expert.to(tl.int64) * SIZE + columns
+    tl.store(at, tl.sum(acc, 0).to(d_bias_ptr.dtype.element_ty), mask=columns < SIZE)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """fp32 products are exact unless torch's own GEMMs may use tf32."""
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if tf32 else "ieee"
+
+
+def _describable(arch: str, *tensors: Tensor) -> bool:
+    """Whether descriptors can and should describe them: 2-byte elements, 16-byte rows, nothing empty."""
+    if arch not in DESCRIPTORS:
+        return False
+    for tensor in tensors:
+        *outer, inner = tensor.stride()
+        addresses = [tensor.data_ptr(), *(stride * tensor.itemsize for stride in outer)]
+        if tensor.itemsize != 2 or inner != 1 or tensor.numel() == 0:
+            return False
+        if any(address % 16 for address in addresses):
+            return False
+    return True
+
+
+def _unit(*rows: Tensor) -> int:
+    """The elements of 16 bytes where row strides are multiples of that, so that loads can be as wide."""
+    unit = 16 // rows[0].itemsize
+    return 1 if any(tensor.stride(0) % unit for tensor in rows) else unit
+
+
+def _unit_stride(rows: Tensor) -> Tensor:
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+@cache
+def _schedule_launcher(dtypes: tuple[torch.dtype, ...], num_experts: int, tokens: int) -> Launcher:
+    constants = {
+        "NUM_EXPERTS": num_experts,
+        "EXPERTS": next_power_of_2(num_experts),
+        "TOKENS": tokens,
+    }
+    return Launcher(_schedule_kernel, constants)
+
+
+@cache
+def _multiply_launcher(
+    dtypes: tuple[torch.dtype, ...],
+    experts: tuple[tuple[str, int], ...],
+    size_in: int,
+    size_out: int,
+    out_major: bool,
+    biased: bool,
+    tma: bool,
+    unit: int,
+    precision: str,
+    tile: GemmTile,
+) -> Launcher:
+    """With `experts`, of the direct kernel."""
+    constants: dict[str, Any] = {
+        **dict(experts),
+        "SIZE_IN": size_in,
+        "SIZE_OUT": size_out,
+        "OUT_MAJOR": out_major,
+        "TMA": tma,
+        "UNIT": unit,
+        "PRECISION": precision,
+    }
+    if not experts:
+        constants["GROUP"] = _GROUP
+    constants |= {"TOKENS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
+    return Launcher(
+        _direct_kernel if experts else _grouped_gemm_kernel,
+        constants,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _multiply(
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    counts: Tensor,
+    out_major: bool,
+) -> Tensor:
+    """[R,SIZE_OUT]; matrix [E,SIZE_OUT,SIZE_IN] if out_major, else [E,SIZE_IN,SIZE_OUT]."""
+    num_experts, num_rows = matrix.shape[0], x.shape[0]
+    if not matrix.is_contiguous() and matrix.mT.is_contiguous():
+        matrix, out_major = matrix.mT, not out_major
+    x, matrix = _unit_stride(x), matrix.contiguous()
+    size_in, size_out = matrix.shape[1:] if not out_major else matrix.shape[:0:-1]
+    out = x.new_empty(num_rows, size_out)
+    if out.numel() == 0:
+        return out
+    arch = architecture(x.device)
+    bucket = bucket_of(cdiv(num_rows, num_experts))
+    tile, _ = gemm_tile(arch, x.dtype, bucket, size_in, size_out)
+    tma = _describable(arch, x, matrix)
+    direct = bucket != "many"
+    experts = (("NUM_EXPERTS", num_experts), ("EXPERTS", next_power_of_2(num_experts)))
+    launch = _multiply_launcher(
+        (x.dtype, offsets.dtype, counts.dtype),
+        experts if direct else (),
+        size_in,
+        size_out,
+        out_major,
+        bias is not None,
+        tma,
+        unit := _unit(x),
+        _precision(x.dtype),
+        tile,
+    )
+    x_source: Any = x
+    m_source: Any = matrix
+    if tma:
+        block = [tile.columns, tile.depth] if out_major else [tile.depth, tile.columns]
+        x_source = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+        m_source = TensorDescriptor.from_tensor(matrix, [1, *block])
+    operands = (x_source, m_source, bias, out)
+    numbers = (num_rows, x.stride(0) // unit)
+    column_tiles = cdiv(size_out, tile.columns)
+    if direct:
+        most_tiles = min(num_experts, num_rows) + num_rows // tile.rows
+        launch(most_tiles * column_tiles, (offsets, counts, *operands), numbers)
+        return out
+    most_tiles = num_experts + num_rows // tile.rows
+    tiles = offsets.new_empty((most_tiles, 4), dtype=torch.int32)
+    totals = offsets.new_empty(2, dtype=torch.int32)
+    schedule = _schedule_launcher((offsets.dtype, counts.dtype), num_experts, tile.rows)
+    schedule(_SCHEDULERS, (offsets, counts, tiles, totals), ())
+    programs = min(multiprocessors(x.device), most_tiles * column_tiles)
+    launch(programs, (tiles, totals, *operands), numbers)
+    return out
+
+
+@cache
+def _weight_launcher(
+    dtypes: tuple[torch.dtype, ...],
+    num_experts: int,
+    sizes: tuple[int, int],
+    tma: bool,
+    unit: int,
+    accumulate: bool,
+    precision: str,
+    tile: GemmTile,
+) -> Launcher:
+    constants = {
+        "NUM_EXPERTS": num_experts,
+        "SIZE_A": sizes[0],
+        "SIZE_B": sizes[1],
+        "TMA": tma,
+        "UNIT": unit,
+        "ACCUMULATE": accumulate,
+        "PRECISION": precision,
+        "GROUP": _GROUP,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+    }
+    return Launcher(
+        _weight_gradient_kernel,
+        constants,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def weight_gradient(
+    a: Tensor, b: Tensor, offsets: Tensor, counts: Tensor, out: Tensor, accumulate: bool
+) -> None:
+    """out[e] (+)= sum over the rows r of e of a[r] b[r]^T: a [R,A], b [R,B], out [E,A,B] contiguous."""
+    a, b = _unit_stride(a), _unit_stride(b)
+    num_experts, size_a, size_b = out.shape
+    if out.numel() == 0:
+        return
+    arch = architecture(a.device)
+    tma = _describable(arch, a, b, out) and not accumulate
+    bucket = "weight" if tma else "weight by pointers"
+    tile, _ = gemm_tile(arch, a.dtype, bucket, size_a, size_b)
+    launch = _weight_launcher(
+        (a.dtype, out.dtype, offsets.dtype, counts.dtype),
+        num_experts,
+        (size_a, size_b),
+        tma,
+        unit := _unit(a, b),
+        accumulate,
+        _precision(a.dtype),
+        tile,
+    )
+    operands: tuple[Any, ...] = (a, b, out)
+    if tma:
+        describe: Callable[..., Any] = create_ragged_descriptor
+        operands = (
+            describe(a, [tile.depth, tile.rows]),
+            describe(b, [tile.depth, tile.columns]),
+            TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns]),
+        )
+    num_tiles = num_experts * cdiv(size_a, tile.rows) * cdiv(size_b, tile.columns)
+    programs = min(multiprocessors(a.device), num_tiles)
+    launch(programs, (offsets, counts, *operands), (a.stride(0) // unit, b.stride(0) // unit))
+
+
+@cache
+def _bias_launcher(dtypes: tuple[torch.dtype, ...], size: int) -> tuple[Launcher, int]:
+    constants = {"SIZE": size, "ROWS": 32, "COLUMNS": min(next_power_of_2(size), 128)}
+    return Launcher(_bias_gradient_kernel, constants), cdiv(size, constants["COLUMNS"])
+
+
+def grouped_gemm(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    expert_offsets: Tensor,
+    tokens_per_expert: Tensor,
+    layout: str,
+) -> Tensor:
+    """[R,N]; see the operator."""
+    if bias is not None:
+        bias = bias.contiguous()
+    return _multiply(rows, weight, bias, expert_offsets, tokens_per_expert, layout == "ENK")
+
+
+def grouped_gemm_backward(
+    d_out: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    tokens_per_expert: Tensor,
+    layout: str,
+    need_rows: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients that are needed; an empty tensor for each other."""
+    groups = expert_offsets, tokens_per_expert
+    d_out = _unit_stride(d_out)
+    num_experts, size = weight.shape[0], d_out.shape[1]
+    d_rows = d_weight = d_bias = rows.new_empty(0)
+    if need_rows:
+        d_rows = _multiply(d_out, weight, None, *groups, layout != "ENK")
+    if need_weight:
+        d_weight = weight.new_empty(weight.shape)
+        operands = (d_out, rows) if layout == "ENK" else (rows, d_out)
+        weight_gradient(*operands, *groups, d_weight, False)
+    if need_bias:
+        d_bias = weight.new_empty(num_experts, size)
+        dtypes = (d_out.dtype, expert_offsets.dtype, tokens_per_expert.dtype)
+        launch, column_tiles = _bias_launcher(dtypes, size)
+        launch(num_experts * column_tiles, (*groups, d_out, d_bias), (d_out.stride(0),))
+    return d_rows, d_weight, d_bias
