@@ -36,11 +36,24 @@ def cpu_seconds(
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def gpu_milliseconds(function: Callable[[], object], repeat: int = 50) -> float:
+def gpu_milliseconds(function: Callable[[], object], repeat: int = 25) -> float:
     """Median time of a call on the GPU between two events, the L2 cache flushed before each."""
     from triton.testing import do_bench
 
-    return float(do_bench(function, warmup=20, rep=repeat, return_mode="median"))
+    return float(do_bench(function, warmup=10, rep=repeat, return_mode="median"))
+
+
+def gpu_milliseconds_in_turns(
+    functions: Mapping[str, Callable[[], object]], rounds: int = 3
+) -> dict[str, float]:
+    """Median over the rounds of each function's median: a GPU that slows down slows all of them."""
+    for function in functions.values():
+        function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            times[name].append(gpu_milliseconds(function))
+    return {name: statistics.median(measured) for name, measured in times.items()}
 
 
 def kernel_microseconds(function: Callable[[], object], calls: int = 30) -> float:

@@ -121,6 +121,30 @@ def topk(router_logits: Tensor, top_k: int) -> Functions:
     return functions
 
 
+def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, layout: str) -> Functions:
+    """Dense cuBLAS of the same FLOPs among them."""
+    matrices = weight.mT if layout == "ENK" else weight
+    ends = offsets[1:].contiguous()
+    functions: Functions = {
+        "torch grouped_mm": lambda: torch._grouped_mm(x, matrices, offs=ends),
+        "cuBLAS, dense": lambda: x @ matrices[0],
+    }
+    if (ops := moe_ops()) is not None:
+        functions["moe_ops"] = lambda: ops.grouped_gemm(x, weight, ends, layout == "ENK")
+    return functions
+
+
+def weight_gradient(d_out: Tensor, x: Tensor, offsets: Tensor) -> Functions:
+    ends = offsets[1:].contiguous()
+    functions: Functions = {"torch grouped_mm": lambda: torch._grouped_mm(d_out.t(), x, offs=ends)}
+    if moe_ops() is not None:
+        raw = importlib.import_module("moe_ops.grouped_gemm_ops")
+        shape = (offsets.shape[0] - 1, d_out.shape[1], x.shape[1])
+        weight = x.new_empty(1, 1, 1).expand(shape)  # only its shape matters
+        functions["moe_ops"] = lambda: raw.gmm_try_gradB(x, weight, offsets, d_out)
+    return functions
+
+
 def k_major_map(topk_indices: Tensor) -> Tensor:
     order = topk_indices.flatten().argsort(stable=True)
     return order.argsort().view(topk_indices.shape).t().reshape(-1).int()

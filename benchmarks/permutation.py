@@ -1,34 +1,17 @@
 """The permutation family and the router: one function per operator, each a generator of cases."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 import tokenyard
 from benchmarks import measure, peers
-from benchmarks.peers import Functions
+from benchmarks.case import Case
 from benchmarks.shapes import Shape
 from tokenyard.kernels import permute as permute_kernels
 from tokenyard.kernels import topk as topk_kernels
 from tokenyard.kernels import unpermute as unpermute_kernels
-
-
-@dataclass
-class Case:
-    """A call to be timed. `check` raises unless its results are right.
-
-    num_bytes    each input read once, each output written once; 0 where bytes are not the bound
-    written      of these, the bytes written
-    """
-
-    name: str
-    run: Callable[[], object]
-    check: Callable[[], None]
-    peers: Functions = field(default_factory=dict)
-    num_bytes: int = 0
-    written: int = 0
 
 
 def _choices(shape: Shape) -> tuple[Tensor, Tensor]:

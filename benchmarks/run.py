@@ -12,11 +12,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import measure, peers, permutation
-from benchmarks.permutation import Case
+from benchmarks import grouped_gemm, measure, peers, permutation
+from benchmarks.case import Case
 from benchmarks.shapes import SHAPES, Shape
 
 GIB = 2**30
+
+
+OPERATORS = permutation.OPERATORS | grouped_gemm.OPERATORS
+SHORT = {"route", "topk"}
+"""So short that launching decides the time of an eager call: the kernels alone are timed too."""
 
 
 def timed(case: Case, rate: float, with_peers: bool) -> dict[str, Any]:
@@ -25,7 +30,9 @@ def timed(case: Case, rate: float, with_peers: bool) -> dict[str, Any]:
     at the rate of a large copy, and at that of a copy of this very size.
     """
     case.check()
-    milliseconds = measure.gpu_milliseconds(case.run)
+    functions = {"ours": case.run} | (case.peers if with_peers else {})
+    times = measure.gpu_milliseconds_in_turns(functions)
+    milliseconds = times.pop("ours")
     row: dict[str, Any] = {"milliseconds": milliseconds}
     if case.num_bytes:
         row["terabytes_per_second"] = case.num_bytes / milliseconds / 1e9
@@ -34,24 +41,19 @@ def timed(case: Case, rate: float, with_peers: bool) -> dict[str, Any]:
         row["share_of_same_size_copy"] = case.num_bytes / same_size / milliseconds
         fill = measure.fill_rate(case.written)
         row["share_of_filling_the_output"] = case.written / fill / milliseconds
-    if with_peers:
-        row["peers"] = {}
-        for name, function in case.peers.items():
-            theirs = measure.gpu_milliseconds(function)
-            row["peers"][name] = {"milliseconds": theirs, "ratio": theirs / milliseconds}
+    if case.num_flops:
+        row["teraflops_per_second"] = case.num_flops / milliseconds / 1e9
+    if times:
+        row["peers"] = {
+            name: {"milliseconds": theirs, "ratio": theirs / milliseconds}
+            for name, theirs in times.items()
+        }
     return row
-
-
-def profile(case: Case, row: dict[str, Any]) -> None:
-    """Add the time of the kernels alone."""
-    row["kernel_microseconds"] = measure.kernel_microseconds(case.run)
-    for name, peer in row.get("peers", {}).items():
-        peer["kernel_microseconds"] = measure.kernel_microseconds(case.peers[name])
 
 
 def table_of(results: list[dict[str, Any]]) -> Table:
     table = Table(title="GPU, medians; shares of a large copy, a copy of the same size, a fill")
-    for title in ("operator", "shape", "ms", "kernels us", "TB/s", "shares", "peers: time / ours"):
+    for title in ("operator", "shape", "ms", "kernels us", "rate", "shares", "peers: time / ours"):
         table.add_column(title, justify="left" if title[0] in "os" else "right")
     for row in results:
         shares = [
@@ -64,12 +66,14 @@ def table_of(results: list[dict[str, Any]]) -> Table:
             if key in row
         ]
         others = [f"{name} {peer['ratio']:.2f}" for name, peer in row.get("peers", {}).items()]
-        rate = f"{row['terabytes_per_second']:.2f}" if "terabytes_per_second" in row else ""
+        rate = f"{row['terabytes_per_second']:.2f} TB/s" if "terabytes_per_second" in row else ""
+        if "teraflops_per_second" in row:
+            rate = f"{row['teraflops_per_second']:.0f} TFLOP/s"
         table.add_row(
             row["operator"],
             row["shape"],
             f"{row['milliseconds']:.4f}",
-            f"{row['kernel_microseconds']:.1f}",
+            f"{row['kernel_microseconds']:.1f}" if "kernel_microseconds" in row else "",
             rate,
             " ".join(shares),
             ", ".join(others),
@@ -84,10 +88,10 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="time installed peers too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     options = parser.parse_args()
-    unknown = set(options.operators) - set(permutation.OPERATORS)
+    unknown = set(options.operators) - set(OPERATORS)
     if unknown:
         parser.error(f"unknown operator {', '.join(sorted(unknown))}; there are "
-                     + ", ".join(permutation.OPERATORS))  # fmt: skip
+                     + ", ".join(OPERATORS))  # fmt: skip
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU; python -m benchmarks.expert_mlp_cpu runs without one")
 
@@ -95,40 +99,38 @@ def main() -> None:
     rate, fill = measure.copy_rate(4 * GIB), measure.fill_rate(2 * GIB)
     console = Console(width=150)
     console.print(f"large copy {rate / 1e9:.2f} TB/s, large fill {fill / 1e9:.2f} TB/s")
-    chosen = [
-        (operator, SHAPES[name])
-        for operator in options.operators or permutation.OPERATORS
-        for name in options.shapes
-    ]
+    chosen = options.operators or list(OPERATORS)
 
-    def cases() -> Iterator[tuple[Case, Shape]]:
-        for operator, shape in chosen:
-            for case in permutation.OPERATORS[operator](shape):
-                yield case, shape
-                torch.cuda.empty_cache()
+    def cases(operators: list[str]) -> Iterator[tuple[Case, Shape]]:
+        for operator in operators:
+            for shape in (SHAPES[name] for name in options.shapes):
+                for case in OPERATORS[operator](shape):
+                    yield case, shape
+                    torch.cuda.empty_cache()
 
     extra = {}
-    if not options.operators:
-        extra = {
-            "host_microseconds": permutation.host(),
-            "decode_microseconds": permutation.decode(),
-        }
-        console.print(extra)
-    results = [
-        {"operator": case.name, "shape": shape.name} | timed(case, rate, options.peers)
-        for case, shape in cases()
-    ]
+    if permutation.OPERATORS.keys() <= set(chosen):
+        extra["host_microseconds"] = permutation.host()
+        extra["decode_microseconds"] = permutation.decode()
+    if "grouped_gemm" in chosen:
+        extra["grouped_gemm_decode"] = grouped_gemm.decode()
+    console.print(extra)
+    results = {
+        (case.name, shape.name): timed(case, rate, options.peers) for case, shape in cases(chosen)
+    }
     # last, since launches stay slower once a profiler has been attached
-    for (case, _), row in zip(cases(), results):
-        profile(case, row)
-    console.print(table_of(results))
+    for case, shape in cases([operator for operator in chosen if operator in SHORT]):
+        row = results[case.name, shape.name]
+        row["kernel_microseconds"] = measure.kernel_microseconds(case.run)
+    rows = [{"operator": name, "shape": shape} | row for (name, shape), row in results.items()]
+    console.print(table_of(rows))
     if options.json:
         record = measure.environment("cuda", "triton", *(["moe-ops"] if peers.moe_ops() else []))
         record |= {
             "peers": list(peers.installed()),
             "copy_terabytes_per_second": rate / 1e9,
             "fill_terabytes_per_second": fill / 1e9,
-            "results": results,
+            "results": rows,
         }
         measure.write_result(options.json, record | extra)
 

@@ -20,6 +20,7 @@ PUBLIC_NAMES = [
     "expert_mlp_reference",
     "explain",
     "grouped_gemm",
+    "grouped_gemm_add_weight_gradient",
     "grouped_gemm_reference",
     "load_balance_loss",
     "nn",

@@ -8,7 +8,11 @@ from tokenyard.backend import explain, use
 from tokenyard.check import ArgumentError
 from tokenyard.ops.activation import activation, activation_reference
 from tokenyard.ops.expert_mlp import expert_mlp, expert_mlp_reference
-from tokenyard.ops.grouped_gemm import grouped_gemm, grouped_gemm_reference
+from tokenyard.ops.grouped_gemm import (
+    grouped_gemm,
+    grouped_gemm_add_weight_gradient,
+    grouped_gemm_reference,
+)
 from tokenyard.ops.losses import load_balance_loss, update_selection_bias, z_loss
 from tokenyard.ops.permute import (
     permute,
@@ -34,6 +38,7 @@ __all__ = [
     "expert_mlp_reference",
     "explain",
     "grouped_gemm",
+    "grouped_gemm_add_weight_gradient",
     "grouped_gemm_reference",
     "load_balance_loss",
     "nn",

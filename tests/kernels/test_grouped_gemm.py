@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no
 COUNTS = [5, 0, 37, 16, 1, 33]
 FEW = [1, 0, 2, 0, 0, 1]
 NAMES = {
-    "many": ["_schedule_kernel", "_grouped_gemm_kernel"],
+    "many": ["schedule_kernel", "_grouped_gemm_kernel"],
     "few": ["_direct_kernel"],
     "gradient": ["_weight_gradient_kernel"],
 }

@@ -2,6 +2,7 @@
 
 import random
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -282,3 +283,33 @@ def test_errors_name_operator_and_argument(argument: str, changes: dict[str, Any
     arguments |= {"groups": SPECIAL["aligned"].route()} | changes
     with pytest.raises(ArgumentError, match=rf"tokenyard\.grouped_gemm: `{argument}`"):
         tokenyard.grouped_gemm(**arguments)
+
+
+@pytest.mark.parametrize("layout", ["ENK", "EKN"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_weight_gradient_added_to_a_buffer(layout: str, dtype: torch.dtype) -> None:
+    """As Megatron's main_grad: what is there stays, an empty expert's part untouched."""
+    counts = [3, 0, 5]
+    offsets = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    rows_RK, d_out_RN = torch.randn(10, 4).to(dtype), torch.randn(10, 6).to(dtype)
+    rows_RK[8:] = torch.nan  # no expert's
+    out = torch.randn((3, 6, 4) if layout == "ENK" else (3, 4, 6))
+    start, gained, first = out.clone(), torch.zeros(out.shape, dtype=torch.float64), 0
+    for expert, count in enumerate(counts):
+        for row in range(first, first + count):
+            product = torch.outer(d_out_RN[row].double(), rows_RK[row].double())
+            gained[expert] += product if layout == "ENK" else product.t()
+        first += count
+    add = partial(tokenyard.grouped_gemm_add_weight_gradient, layout=layout)
+    compiled = torch.compile(add, fullgraph=True)
+    for times, function in ((1, add), (2, compiled)):
+        result = function(d_out_RN, rows_RK, offsets, out)
+        assert result.data_ptr() == out.data_ptr()
+        torch.testing.assert_close(
+            out.double(), start.double() + times * gained, rtol=1e-5, atol=1e-5
+        )
+        assert torch.equal(out[1], start[1])
+    with pytest.raises(ArgumentError, match="`out`: expected shape"):
+        add(d_out_RN, rows_RK, offsets, out[:, :2])
+    with pytest.raises(ArgumentError, match="add_weight_gradient: `groups"):
+        add(d_out_RN, rows_RK, offsets[:1], out)

@@ -21,7 +21,13 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenyard.kernels.device.gemm import load_group, multiply_tile, tile_of, zero_rows_after
+from tokenyard.kernels.device.gemm import (
+    load_group,
+    multiply_tile,
+    schedule_kernel,
+    tile_of,
+    zero_rows_after,
+)
 from tokenyard.kernels.launch import Launcher
 from tokenyard.kernels.tiles import (
     DESCRIPTORS,
@@ -38,35 +44,6 @@ _GROUP = 8
 """Row tiles that go over all columns together."""
 _SCHEDULERS = 16
 """Programs that list tiles, so that one expert with all rows is listed as quickly."""
-
-
-@triton.jit
-def _schedule_kernel(
-    offsets_ptr,
-    counts_ptr,
-    tiles_ptr,
-    totals_ptr,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """tiles [.,4]: expert, first row, end of its valid rows, end of its rows. totals: tiles, rows."""
-    bins = tl.arange(0, EXPERTS)
-    listed = bins < NUM_EXPERTS
-    first = tl.load(offsets_ptr + bins, mask=listed, other=0).to(tl.int32)
-    end = tl.load(offsets_ptr + bins + 1, mask=listed, other=0).to(tl.int32)
-    valid = first + tl.load(counts_ptr + bins, mask=listed, other=0).to(tl.int32)
-    tiles = (end - first + TOKENS - 1) // TOKENS
-    before = tl.cumsum(tiles, 0) - tiles
-    for j in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):
-        entry = tiles_ptr + (before + j) * 4
-        tl.store(entry, bins, mask=j < tiles)
-        tl.store(entry + 1, first + j * TOKENS, mask=j < tiles)
-        tl.store(entry + 2, valid, mask=j < tiles)
-        tl.store(entry + 3, end, mask=j < tiles)
-    if tl.program_id(0) == 0:
-        tl.store(totals_ptr, tl.sum(tiles, 0))
-        tl.store(totals_ptr + 1, tl.max(end, 0))
 
 
 @triton.jit(do_not_specialize=["num_rows", "x_stride"])
@@ -263,7 +240,7 @@ def _schedule_launcher(dtypes: tuple[torch.dtype, ...], num_experts: int, tokens
         "EXPERTS": next_power_of_2(num_experts),
         "TOKENS": tokens,
     }
-    return Launcher(_schedule_kernel, constants)
+    return Launcher(schedule_kernel, constants)
 
 
 @cache

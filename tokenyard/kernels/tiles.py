@@ -160,10 +160,10 @@ def tile_key(arch: str, dtype: torch.dtype, bucket: str, size_in: int, size_out:
 
 def tuned_path() -> Path:
     """$TOKENYARD_CACHE/tiles.json, by default under the user's cache folder."""
-    folder = os.environ.get("TOKENYARD_CACHE")
-    if folder is None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenyard"
-    return Path(folder) / "tiles.json"
+    if (folder := os.environ.get("TOKENYARD_CACHE")) is not None:
+        return Path(folder) / "tiles.json"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "tokenyard/tiles.json"
 
 
 @cache

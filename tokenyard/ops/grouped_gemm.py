@@ -213,24 +213,73 @@ def grouped_gemm(
         rows, weight = rows.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     check.choice("grouped_gemm", "layout", layout, LAYOUTS)
-    if isinstance(groups, Routing):
-        check_routing("grouped_gemm", groups, rows.device)
-        if groups.num_rows != rows.shape[0]:
-            expected = f"{groups.num_rows} rows, those of the routing"
-            check.fail("grouped_gemm", "rows", expected, rows.shape[0])
-        num_experts = groups.num_experts
-    else:
-        dtypes = frozenset({torch.int32, torch.int64})
-        check.tensor("grouped_gemm", "groups", groups, ["E+1"], dtypes=dtypes, device=rows.device)
-        check.at_least("grouped_gemm", "groups.shape[0]", groups.shape[0], 2)
-        _check_offsets(groups, rows.shape[0])
-        num_experts = groups.shape[0] - 1
+    num_experts = _check_groups("grouped_gemm", groups, rows)
     check_weight("grouped_gemm", "weight", weight, rows, num_experts, layout, rows.shape[1], "N")
     size = weight.shape[1 if layout == "ENK" else 2]
     if bias is not None:
         check.tensor("grouped_gemm", "bias", bias, [num_experts, size], device=rows.device)
         check.same_dtype("grouped_gemm", "bias", bias, "rows", rows.dtype)
     return _grouped_gemm(rows, weight, bias, *_offsets_and_counts(groups), layout)
+
+
+@torch.library.custom_op("tokenyard::grouped_gemm_add_weight_gradient", mutates_args=("out",))
+def _add_weight_gradient(
+    a: Tensor, b: Tensor, expert_offsets: Tensor, tokens_per_expert: Tensor, out: Tensor
+) -> None:
+    """out[e] += sum over the rows r of e of a[r] b[r]^T."""
+    kernels = _kernels(a)
+    if kernels is not None and out.is_contiguous():
+        kernels.weight_gradient(a, b, expert_offsets, tokens_per_expert, out, True)
+        return
+    acc = accumulation_dtype(a.dtype)
+    for expert, valid in valid_rows(expert_offsets, tokens_per_expert):
+        product = a[valid].to(acc).t() @ b[valid].to(acc)
+        out[expert] = (out[expert].to(acc) + product).to(out.dtype)
+
+
+def grouped_gemm_add_weight_gradient(
+    d_out: Tensor,
+    rows: Tensor,
+    groups: Routing | Tensor,
+    out: Tensor,
+    *,
+    layout: WeightLayout,
+) -> Tensor:
+    """Add the weight gradient of `grouped_gemm` to `out` in place, as to Megatron's `main_grad`.
+
+    d_out [R,N], rows [R,K], groups, layout  as in `grouped_gemm`
+    out                                      [E,N,K] or [E,K,N] by the layout; any float dtype
+
+    The products are summed in fp32 (fp64 for fp64), `out` is added last, and the sum is rounded once.
+    Experts without rows are left as they are. Returns `out`. Not differentiable. Raises ArgumentError.
+    """
+    name = "grouped_gemm_add_weight_gradient"
+    check.tensor(name, "rows", rows, ["R", "K"], dtypes=check.FLOAT_DTYPES)
+    check.tensor(name, "d_out", d_out, [rows.shape[0], "N"], device=rows.device)
+    check.same_dtype(name, "d_out", d_out, "rows", rows.dtype)
+    check.choice(name, "layout", layout, LAYOUTS)
+    num_experts = _check_groups(name, groups, rows)
+    a, b = (d_out, rows) if layout == "ENK" else (rows, d_out)
+    shape = [num_experts, a.shape[1], b.shape[1]]
+    check.tensor(name, "out", out, shape, dtypes=check.FLOAT_DTYPES, device=rows.device)
+    offsets, counts = _offsets_and_counts(groups)
+    _add_weight_gradient(a.detach(), b.detach(), offsets, counts, out)
+    return out
+
+
+def _check_groups(operator: str, groups: Routing | Tensor, rows: Tensor) -> int:
+    """E, or an error."""
+    if isinstance(groups, Routing):
+        check_routing(operator, groups, rows.device)
+        if groups.num_rows != rows.shape[0]:
+            expected = f"{groups.num_rows} rows, those of the routing"
+            check.fail(operator, "rows", expected, rows.shape[0])
+        return groups.num_experts
+    dtypes = frozenset({torch.int32, torch.int64})
+    check.tensor(operator, "groups", groups, ["E+1"], dtypes=dtypes, device=rows.device)
+    check.at_least(operator, "groups.shape[0]", groups.shape[0], 2)
+    _check_offsets(operator, groups, rows.shape[0])
+    return groups.shape[0] - 1
 
 
 def check_weight(
@@ -248,7 +297,7 @@ def check_weight(
     check.same_dtype(operator, argument, weight, "rows", rows.dtype)
 
 
-def _check_offsets(expert_offsets: Tensor, num_rows: int) -> None:
+def _check_offsets(operator: str, expert_offsets: Tensor, num_rows: int) -> None:
     """Check the values where they can be read at no cost."""
     if torch.compiler.is_compiling() or not expert_offsets.is_cpu:
         return
@@ -257,4 +306,4 @@ def _check_offsets(expert_offsets: Tensor, num_rows: int) -> None:
     offsets = expert_offsets.tolist()
     if offsets[0] != 0 or offsets[-1] > num_rows or sorted(offsets) != offsets:
         expected = f"offsets that start at 0, never decrease and end at {num_rows} at most"
-        check.fail("grouped_gemm", "groups", expected, offsets)
+        check.fail(operator, "groups", expected, offsets)

@@ -1,7 +1,36 @@
-"""Loads, products and stores of the tiles of grouped GEMMs, through descriptors (TMA) or pointers."""
+"""The tiles of grouped GEMMs: their list; loads through descriptors (TMA) or pointers, products, stores."""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def schedule_kernel(
+    offsets_ptr,
+    counts_ptr,
+    tiles_ptr,
+    totals_ptr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """tiles [.,4]: expert, first row, end of its valid rows, end of its rows. totals: tiles, rows."""
+    bins = tl.arange(0, EXPERTS)
+    listed = bins < NUM_EXPERTS
+    first = tl.load(offsets_ptr + bins, mask=listed, other=0).to(tl.int32)
+    end = tl.load(offsets_ptr + bins + 1, mask=listed, other=0).to(tl.int32)
+    valid = first + tl.load(counts_ptr + bins, mask=listed, other=0).to(tl.int32)
+    tiles = (end - first + TOKENS - 1) // TOKENS
+    before = tl.cumsum(tiles, 0) - tiles
+    for j in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):
+        entry = tiles_ptr + (before + j) * 4
+        tl.store(entry, bins, mask=j < tiles)
+        tl.store(entry + 1, first + j * TOKENS, mask=j < tiles)
+        tl.store(entry + 2, valid, mask=j < tiles)
+        tl.store(entry + 3, end, mask=j < tiles)
+    if tl.program_id(0) == 0:
+        tl.store(totals_ptr, tl.sum(tiles, 0))
+        tl.store(totals_ptr + 1, tl.max(end, 0))
 
 
 @triton.jit
