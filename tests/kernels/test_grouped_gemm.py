@@ -11,6 +11,7 @@ from torch import Tensor
 import tokenyard
 from tokenyard import use
 from tokenyard.kernels import grouped_gemm as kernels
+from tokenyard.kernels import tiles
 from tokenyard.kernels.tiles import GemmTile
 
 pytestmark = pytest.mark.skipif(
@@ -38,7 +39,7 @@ def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     monkeypatch.setattr(kernels, "gemm_tile", small_tile)
     monkeypatch.setattr(kernels, "bucket_of", lambda rows: "16" if rows <= 8 else "many")
     if request.param == "pointers":
-        monkeypatch.setattr(kernels, "DESCRIPTORS", frozenset())
+        monkeypatch.setattr(tiles, "DESCRIPTORS", frozenset())
     return request.param
 
 

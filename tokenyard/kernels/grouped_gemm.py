@@ -30,11 +30,11 @@ from tokenyard.kernels.device.gemm import (
 )
 from tokenyard.kernels.launch import Launcher
 from tokenyard.kernels.tiles import (
-    DESCRIPTORS,
     GemmTile,
     architecture,
     bucket_of,
     cdiv,
+    describable,
     gemm_tile,
     multiprocessors,
     next_power_of_2,
@@ -209,20 +209,6 @@ def _precision(dtype: torch.dtype) -> str:
     return "tf32" if tf32 else "ieee"
 
 
-def _describable(arch: str, *tensors: Tensor) -> bool:
-    """Whether descriptors can and should describe them: 2-byte elements, 16-byte rows, nothing empty."""
-    if arch not in DESCRIPTORS:
-        return False
-    for tensor in tensors:
-        *outer, inner = tensor.stride()
-        addresses = [tensor.data_ptr(), *(stride * tensor.itemsize for stride in outer)]
-        if tensor.itemsize != 2 or inner != 1 or tensor.numel() == 0:
-            return False
-        if any(address % 16 for address in addresses):
-            return False
-    return True
-
-
 def _unit(*rows: Tensor) -> int:
     """The elements of 16 bytes where row strides are multiples of that, so that loads can be as wide."""
     unit = 16 // rows[0].itemsize
@@ -246,7 +232,7 @@ def _schedule_launcher(dtypes: tuple[torch.dtype, ...], num_experts: int, tokens
 @cache
 def _multiply_launcher(
     dtypes: tuple[torch.dtype, ...],
-    experts: tuple[tuple[str, int], ...],
+    num_experts: int,
     size_in: int,
     size_out: int,
     out_major: bool,
@@ -256,21 +242,23 @@ def _multiply_launcher(
     precision: str,
     tile: GemmTile,
 ) -> Launcher:
-    """With `experts`, of the direct kernel."""
+    """Of the direct kernel if the number of experts is given, else 0."""
+    experts = {"NUM_EXPERTS": num_experts, "EXPERTS": next_power_of_2(num_experts)}
     constants: dict[str, Any] = {
-        **dict(experts),
+        **(experts if num_experts else {}),
         "SIZE_IN": size_in,
         "SIZE_OUT": size_out,
         "OUT_MAJOR": out_major,
         "TMA": tma,
         "UNIT": unit,
         "PRECISION": precision,
+        **({} if num_experts else {"GROUP": _GROUP}),
+        "TOKENS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
     }
-    if not experts:
-        constants["GROUP"] = _GROUP
-    constants |= {"TOKENS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
     return Launcher(
-        _direct_kernel if experts else _grouped_gemm_kernel,
+        _direct_kernel if num_experts else _grouped_gemm_kernel,
         constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -297,12 +285,11 @@ def _multiply(
     arch = architecture(x.device)
     bucket = bucket_of(cdiv(num_rows, num_experts))
     tile, _ = gemm_tile(arch, x.dtype, bucket, size_in, size_out)
-    tma = _describable(arch, x, matrix)
+    tma = describable(arch, x, matrix)
     direct = bucket != "many"
-    experts = (("NUM_EXPERTS", num_experts), ("EXPERTS", next_power_of_2(num_experts)))
     launch = _multiply_launcher(
         (x.dtype, offsets.dtype, counts.dtype),
-        experts if direct else (),
+        num_experts if direct else 0,
         size_in,
         size_out,
         out_major,
@@ -376,7 +363,7 @@ def weight_gradient(
     if out.numel() == 0:
         return
     arch = architecture(a.device)
-    tma = _describable(arch, a, b, out) and not accumulate
+    tma = describable(arch, a, b, out) and not accumulate
     bucket = "weight" if tma else "weight by pointers"
     tile, _ = gemm_tile(arch, a.dtype, bucket, size_a, size_b)
     launch = _weight_launcher(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def cdiv(a: int, b: int) -> int:
@@ -133,6 +134,20 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def describable(arch: str, *tensors: Tensor) -> bool:
+    """Whether descriptors can and should describe them: 2-byte elements, 16-byte rows, nothing empty."""
+    if arch not in DESCRIPTORS:
+        return False
+    for tensor in tensors:
+        *outer, inner = tensor.stride()
+        addresses = [tensor.data_ptr(), *(stride * tensor.itemsize for stride in outer)]
+        if tensor.itemsize != 2 or inner != 1 or tensor.numel() == 0:
+            return False
+        if any(address % 16 for address in addresses):
+            return False
+    return True
 
 
 def bucket_of(rows_per_expert: int) -> str:
