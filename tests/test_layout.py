@@ -29,7 +29,8 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 for _layer in ("parallel", "integrations", "compat"):
     ALLOWED[_layer] = ALLOWED["nn"] | {_layer}
-ALLOWED["cli"] = ALLOWED["nn"] | {"parallel", "integrations", "compat", "cli"}
+# cli reaches kernels to tune their tiles
+ALLOWED["cli"] = ALLOWED["nn"] | {"parallel", "integrations", "compat", "cli", "kernels"}
 
 # third party -> the only layers that may import it; None means every layer
 THIRD_PARTY: dict[str, frozenset[str] | None] = {

@@ -1,5 +1,6 @@
-"""The `tokenyard` command line: `train` and `env`."""
+"""The `tokenyard` command line: `train`, `tune` and `env`."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -7,8 +8,8 @@ import typer
 from rich.console import Console
 
 from tokenyard.cli.environment import print_environment
-from tokenyard.cli.errors import one_line_errors
-from tokenyard.cli.options import TrainOptions
+from tokenyard.cli.errors import CommandError, one_line_errors
+from tokenyard.cli.options import TrainOptions, choose_device
 from tokenyard.cli.train import train
 
 app = typer.Typer(
@@ -133,6 +134,33 @@ def _typed(context: typer.Context) -> frozenset[str]:
     return frozenset(
         name for name, source in sources.items() if source and source.name != "DEFAULT"
     )
+
+
+@app.command("tune")
+def tune_command(
+    hidden_size: Annotated[int, typer.Option(min=1, help="H of the model.")],
+    intermediate_size: Annotated[int, typer.Option(min=1, help="I, the width of an expert.")],
+    experts: Annotated[int, typer.Option(min=1, help="Experts on this GPU.")],
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, ...")] = "cuda",
+) -> None:
+    """Find the fastest tiles of grouped_gemm for a model's sizes on this GPU, and keep them.
+
+    Takes some minutes. The tiles go to tiles.json in the cache folder ($TOKENYARD_CACHE, by default
+    ~/.cache/tokenyard), from where every later process takes them. No result changes but by rounding.
+    """
+    with one_line_errors():
+        if find_spec("triton") is None:
+            raise CommandError("needs Triton: pip install 'tokenyard[triton]'")
+        from tokenyard.cli.tune import DTYPES, tune
+
+        if dtype not in DTYPES:
+            raise CommandError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype}")
+        chosen, console = choose_device(device), Console()
+        if chosen.type != "cuda":
+            raise CommandError(f"--device must be a GPU, not {device}")
+        path = tune(hidden_size, intermediate_size, experts, dtype, chosen, console)
+        console.print(f"wrote {path}", soft_wrap=True)
 
 
 @app.command("env")

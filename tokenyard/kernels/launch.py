@@ -1,11 +1,13 @@
 """Launching with little host time."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
+from triton.testing import do_bench
 
 
 class Launcher:
@@ -64,3 +66,16 @@ def _special(tensors: tuple[Any, ...]) -> bool:
             if torch.version.hip is not None and tensor.untyped_storage().size() >= 2**31:
                 return True
     return addresses % 16 != 0
+
+
+def or_none(call: Callable[[], Tensor]) -> Tensor | None:
+    """The result, or None where a tile takes more of the device than there is."""
+    try:
+        return call()
+    except OutOfResources:
+        return None
+
+
+def milliseconds(call: Callable[[], Tensor]) -> float:
+    """Median time on the GPU, the L2 cache flushed before each call."""
+    return float(do_bench(call, warmup=10, rep=40, return_mode="median"))

@@ -6,7 +6,8 @@ bucket of rows per expert that the host knows; a table that `tokenyard tune` mea
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -163,14 +164,32 @@ def gemm_tile(
     bucket  of `bucket_of`; or "weight", or "weight by pointers" where its gradient is not all through TMA
     """
     key = tile_key(arch, dtype, bucket, size_in, size_out)
-    if (tuned := tuned_tiles().get(key)) is not None:
-        return tuned, f"tuned for {key}"
+    if (tile := _trial.get(key)) is not None:
+        return tile, "on trial"
+    if (tile := tuned_tiles().get(key)) is not None:
+        return tile, f"tuned for {key}"
     table = _FP32 if dtype.itemsize == 4 else _GEMM_TILES.get(arch, _ADA)
     return table[bucket], f"table of {arch}, {dtype.itemsize}-byte elements, {bucket}"
 
 
 def tile_key(arch: str, dtype: torch.dtype, bucket: str, size_in: int, size_out: int) -> str:
     return f"{arch} {dtype.itemsize}-byte {bucket} {size_in}x{size_out}"
+
+
+_trial: Mapping[str, GemmTile] = {}
+
+
+@contextmanager
+def trying(tiles: Mapping[str, GemmTile]) -> Iterator[None]:
+    """Take these tiles before all others, as `tokenyard tune` does to compare them."""
+    global _trial
+    before, _trial = _trial, tiles
+    gemm_tile.cache_clear()
+    try:
+        yield
+    finally:
+        _trial = before
+        gemm_tile.cache_clear()
 
 
 def tuned_path() -> Path:
