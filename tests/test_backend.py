@@ -20,7 +20,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     module = ModuleType("tokenyard.kernels.pretend")
     monkeypatch.setitem(sys.modules, "tokenyard.kernels", ModuleType("tokenyard.kernels"))
     monkeypatch.setitem(sys.modules, "tokenyard.kernels.pretend", module)
-    monkeypatch.setattr(backend, "KERNELS", frozenset({"pretend"}))
+    monkeypatch.setattr(backend, "KERNELS", {"pretend": "pretend"})
     monkeypatch.setattr(backend, "_triton_installed", lambda: True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     backend._kernels.cache_clear()
@@ -99,9 +99,39 @@ def test_operators_follow_the_choice() -> None:
     assert x_TH.grad is not None and torch.equal(x_TH.grad, torch.ones(2, 3))
 
 
+def test_use_works_again() -> None:
+    again = use("reference")
+    for _ in range(2):
+        with again:
+            assert backend._backend == "reference"
+            with again:
+                assert backend._backend == "reference"
+        assert backend._backend == "auto"
+
+
+def test_explain_knows_every_operator_and_no_other() -> None:
+    operators = {*tokenyard.__all__} & {*backend.KERNELS, *backend.NO_KERNELS}
+    assert operators == {*backend.KERNELS, *backend.NO_KERNELS} - {"conventions.from_routing_map"}
+    for operator in operators:
+        assert explain(operator, CPU).startswith(f"{operator}: definition")
+    with pytest.raises(
+        ArgumentError, match=r"explain: `operator`: expected one of .*, got 'routing'"
+    ):
+        explain("routing")
+
+
+def test_fp64_takes_the_definition_whatever_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with use("triton"):
+        for operator in ("topk", "grouped_gemm"):
+            assert backend.kernels(operator, CPU.double()) is None
+            assert "definition (its kernels do not" in explain(operator, CPU.double())
+            assert "Triton kernel" in explain(operator, CPU)
+
+
 def test_a_kernel_that_is_listed_exists() -> None:
-    """Each name of KERNELS is a module file; importing it needs Triton."""
+    """Each module of KERNELS is a file; importing it needs Triton."""
     folder = backend.__file__.replace("backend.py", "kernels")
-    for name in backend.KERNELS:
+    for name in backend.KERNELS.values():
         with open(f"{folder}/{name}.py", encoding="utf-8"):
             pass

@@ -634,3 +634,18 @@ def test_bad_arguments(
     message = re.escape(f"tokenyard.conventions.{function}: `{argument}`: expected")
     with pytest.raises(ArgumentError, match=message):
         getattr(conventions, function)(*args, **kwargs)
+
+
+def test_values_that_int32_does_not_hold() -> None:
+    far = torch.tensor([2**32 + 1, 2**32 + 5])
+    assert conventions.from_group_ends(far).tolist() == [0, 2**31 - 1, 2**31 - 1]
+    offsets = torch.tensor([0, 1, 2])
+    for dropped in (-3, 1.7):
+        with pytest.raises(ArgumentError, match="`num_dropped`: expected"):
+            conventions.from_row_id_map(torch.tensor([0, 1]), offsets, 1, num_dropped=dropped)
+
+
+def test_errors_of_a_mask_name_the_public_function() -> None:
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ArgumentError, match=r"conventions\.from_routing_map: `num_rows`"):
+        conventions.from_routing_map(mask, num_rows=-1)

@@ -446,3 +446,10 @@ def test_route_leaves_its_argument_alone() -> None:
     routing = tokenyard.route(ids, 3, num_rows=2)
     assert torch.equal(ids, before)
     assert routing.topk_indices.data_ptr() != ids.data_ptr()
+
+
+def test_rows_of_all_slots_are_counted_in_int32() -> None:
+    """Also where `num_rows` keeps few of them: sums must not wrap around."""
+    ids_TK = torch.arange(4096)[:, None]
+    with pytest.raises(ArgumentError, match=r"`row_alignment`: expected T\*K \+ .* below 2\^31"):
+        tokenyard.route(ids_TK, 4096, row_alignment=2**20, num_rows=2**20)

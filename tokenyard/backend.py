@@ -10,15 +10,26 @@ from contextlib import AbstractContextManager
 from functools import cache
 from types import ModuleType, TracebackType
 
+import torch
 from torch import Tensor
 
 from tokenyard import check
 
 BACKENDS = ("auto", "reference", "triton")
-KERNELS = frozenset(
-    {"grouped_gemm", "permute", "routing", "routing_mask", "sort_chunks", "topk", "unpermute"}
-)
-"""Operators that have a module of the same name under `tokenyard.kernels`."""
+KERNELS = {
+    "conventions.from_routing_map": "routing_mask",
+    "grouped_gemm": "grouped_gemm",
+    "permute": "permute",
+    "permute_slots": "permute",
+    "route": "routing",
+    "sort_chunks": "sort_chunks",
+    "topk": "topk",
+    "unpermute": "unpermute",
+}
+"""Operators that have Triton kernels, and the module under `tokenyard.kernels` that holds them."""
+NO_KERNELS = ("activation", "expert_mlp", "load_balance_loss", "update_selection_bias", "z_loss")
+DEFINED_FP64 = frozenset({"grouped_gemm", "topk"})
+"""Operators whose definition serves fp64, whatever the backend."""
 
 _backend = "auto"
 
@@ -27,7 +38,8 @@ class use(AbstractContextManager[None]):
     """Choose the backend of every operator: `"auto"`, `"reference"` or `"triton"`.
 
     `"auto"` takes the Triton kernel for tensors on a GPU where one exists, else the definition.
-    `"reference"` always takes the definition; `"triton"` raises where no kernel can run.
+    `"reference"` always takes the definition; `"triton"` raises where no kernel can run. fp64 of `topk`
+    and `grouped_gemm`, and `route` with drop="weight", take the definition always.
     Takes effect at once; as a context manager it restores the previous choice at the end.
 
     >>> import tokenyard
@@ -37,13 +49,21 @@ class use(AbstractContextManager[None]):
     """
 
     def __init__(self, backend: str) -> None:
-        global _backend
         check.choice("use", "backend", backend, BACKENDS)
-        self._previous = _backend
-        _backend = backend
+        self._backend = backend
+        self._previous: list[str] = []
+        self._switch()
+        self._switched = True
+
+    def _switch(self) -> None:
+        global _backend
+        self._previous.append(_backend)
+        _backend = self._backend
 
     def __enter__(self) -> None:
-        return None
+        if not self._switched:
+            self._switch()
+        self._switched = False
 
     def __exit__(
         self,
@@ -52,7 +72,7 @@ class use(AbstractContextManager[None]):
         traceback: TracebackType | None,
     ) -> None:
         global _backend
-        _backend = self._previous
+        _backend = self._previous.pop()
 
 
 @cache
@@ -76,6 +96,8 @@ def _choose(operator: str, device: str) -> tuple[bool, str]:
 
 def kernels(operator: str, tensor: Tensor) -> ModuleType | None:
     """The Triton module of `operator` for such a tensor, or None where the definition serves."""
+    if operator in DEFINED_FP64 and tensor.dtype == torch.float64:
+        return None
     return _kernels(operator, tensor.device.type, _backend)
 
 
@@ -83,7 +105,7 @@ def kernels(operator: str, tensor: Tensor) -> ModuleType | None:
 def _kernels(operator: str, device: str, backend: str) -> ModuleType | None:
     chosen, reason = _choose(operator, device)
     if chosen:
-        return importlib.import_module(f"tokenyard.kernels.{operator}")
+        return importlib.import_module(f"tokenyard.kernels.{KERNELS[operator]}")
     if backend == "triton":
         raise RuntimeError(f"tokenyard.{operator}: backend 'triton' cannot be used: {reason}")
     return None
@@ -91,5 +113,8 @@ def _kernels(operator: str, device: str, backend: str) -> ModuleType | None:
 
 def explain(operator: str, tensor: Tensor | None = None) -> str:
     """Say in one line which implementation `operator` takes for `tensor` (default: a CPU tensor), and why."""
+    check.choice("explain", "operator", operator, (*KERNELS, *NO_KERNELS))
     chosen, reason = _choose(operator, "cpu" if tensor is None else tensor.device.type)
+    if chosen and tensor is not None and operator in DEFINED_FP64 and tensor.dtype == torch.float64:
+        chosen, reason = False, "its kernels do not compute in fp64"
     return f"{operator}: {'Triton kernel' if chosen else 'definition'} ({reason})"

@@ -73,6 +73,13 @@ def at_least(operator: str, argument: str, value: int, minimum: int) -> None:
         fail(operator, argument, f"at least {minimum}", value)
 
 
+def number(operator: str, argument: str, value: object) -> None:
+    if not isinstance(value, int | float | torch.SymInt | torch.SymFloat) or isinstance(
+        value, bool
+    ):
+        fail(operator, argument, "a number", describe(value))
+
+
 def multiple_of(operator: str, argument: str, value: int, factor: int, what: str) -> None:
     if value % factor != 0:
         fail(operator, argument, f"a multiple of {factor} ({what})", value)

@@ -137,11 +137,11 @@ pytree.register_pytree_node(
 
 
 def _validate(routing: Routing) -> None:
-    for name, letters in (("topk_indices", "[T,K]"), ("slot_of_row", "[R]")):
+    for name, letters in (("topk_indices", "TK"), ("slot_of_row", "R")):
         got = list(getattr(routing, name).shape)
-        if len(got) != letters.count(",") + 1:
+        if len(got) != len(letters):
             raise ValueError(
-                f"tokenyard.Routing: invariant broken: {name} has shape {letters}, not {got}"
+                f"tokenyard.Routing: invariant broken: {name} has shape [{','.join(letters)}], not {got}"
             )
     num_experts, num_rows = routing.num_experts, routing.num_rows
     num_slots = routing.num_tokens * routing.top_k
@@ -279,7 +279,7 @@ def _route_forward(
     capacity: int | None,
     drop_weights: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    kernels = backend.kernels("routing", topk_indices)
+    kernels = backend.kernels("route", topk_indices)
     if kernels is not None and drop_weights is None:
         return kernels.route(topk_indices, num_experts, row_alignment, num_rows, capacity)
     return _route_definition(
@@ -376,7 +376,7 @@ def _route_mask_definition(
 def _route_mask_forward(
     routing_map: Tensor, top_k: int, row_alignment: int, num_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    kernels = backend.kernels("routing_mask", routing_map)
+    kernels = backend.kernels("conventions.from_routing_map", routing_map)
     route_mask = _route_mask_definition if kernels is None else kernels.route_mask
     return route_mask(routing_map, top_k, row_alignment, num_rows)
 
@@ -391,25 +391,21 @@ _route_mask = Operator("route_mask", _route_mask_forward, _route_mask_fake)
 
 
 def route_mask(
+    operator: str,
     routing_map: Tensor,
     *,
-    top_k: int | None = None,
-    row_alignment: int = 1,
-    num_rows: int | None = None,
+    top_k: int | None,
+    row_alignment: int,
+    num_rows: int | None,
 ) -> Routing:
-    """As `route`, of a dense mask [T,E], bool or any integer dtype, any strides, true where not 0.
-
-    Slots are in ascending expert id, -1 after the last. `top_k` bounds the fan-out (default E);
-    experts past it are dropped, highest first, and counted. `num_rows` as in `route`, where K is
-    `top_k`: give one or the other, since T*E rows are many.
-    """
+    """`conventions.from_routing_map`; `operator` is the name in its errors."""
     dtypes = check.INTEGER_DTYPES | {torch.bool}
-    check.tensor("route_mask", "routing_map", routing_map, ["T", "E"], dtypes=dtypes)
+    check.tensor(operator, "routing_map", routing_map, ["T", "E"], dtypes=dtypes)
     num_tokens, num_experts = routing_map.shape
-    check.at_least("route_mask", "routing_map.shape[1]", num_experts, 1)
+    check.at_least(operator, "routing_map.shape[1]", num_experts, 1)
     top_k = num_experts if top_k is None else top_k
-    check.at_least("route_mask", "top_k", top_k, 1)
-    num_rows = _checked_rows("route_mask", num_tokens * top_k, num_experts, row_alignment, num_rows)
+    check.at_least(operator, "top_k", top_k, 1)
+    num_rows = _checked_rows(operator, num_tokens * top_k, num_experts, row_alignment, num_rows)
     results = _route_mask(routing_map, top_k, row_alignment, num_rows)
     return Routing(
         **dict(zip(_TENSOR_FIELDS, results)), num_experts=num_experts, row_alignment=row_alignment
@@ -419,15 +415,16 @@ def route_mask(
 def _checked_rows(
     operator: str, num_slots: int, num_experts: int, row_alignment: int, num_rows: int | None
 ) -> int:
-    """R, or an error."""
+    """R, or an error. Rows of all slots are counted in int32, also where fewer are kept."""
     check.at_least(operator, "row_alignment", row_alignment, 1)
+    most = num_slots + torch.sym_min(num_experts, num_slots) * (row_alignment - 1)
+    check.fits_int32(operator, "T*K", num_slots, "T*K")
+    check.fits_int32(operator, "row_alignment", most, "T*K + min(E, T*K) * (row_alignment - 1)")
     if num_rows is None:
-        most = num_slots + torch.sym_min(num_experts, num_slots) * (row_alignment - 1)
         num_rows = most // row_alignment * row_alignment
     check.at_least(operator, "num_rows", num_rows, 0)
     check.multiple_of(operator, "num_rows", num_rows, row_alignment, "row_alignment")
     check.fits_int32(operator, "num_rows", num_rows, "R")
-    check.fits_int32(operator, "topk_indices", num_slots, "T*K")
     return num_rows
 
 

@@ -9,10 +9,9 @@ from cases import assert_same_bits
 from torch import Tensor
 
 import tokenyard
-from tokenyard import RankTree, Routing
+from tokenyard import RankTree, Routing, conventions
 from tokenyard.ops.rows import sum_rows
 from tokenyard.ops.unpermute import Reduction
-from tokenyard.routing import route_mask
 
 pytestmark = pytest.mark.gpu
 
@@ -99,7 +98,8 @@ def test_route_mask_has_the_bits_of_the_definition(
         num_tokens, 1
     )
     for mask in (mask_TE.cuda(), mask_TE.int().cuda(), mask_TE.t().contiguous().cuda().t()):
-        got, want = route_mask(mask, top_k=top_k), route_mask(mask_TE, top_k=top_k)
+        got = conventions.from_routing_map(mask, top_k=top_k)
+        want = conventions.from_routing_map(mask_TE, top_k=top_k)
         for field in FIELDS:
             assert_same_bits(getattr(got, field).cpu(), getattr(want, field))
 

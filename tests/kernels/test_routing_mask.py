@@ -11,8 +11,9 @@ from launches import launched
 from torch import Tensor
 
 from tokenyard import use
+from tokenyard.conventions import from_routing_map
 from tokenyard.kernels import routing_mask as kernels
-from tokenyard.routing import Routing, route_mask
+from tokenyard.routing import Routing
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"
@@ -34,10 +35,10 @@ def random_mask(num_tokens: int, num_experts: int, density: float = 0.3) -> Tens
 
 
 def check(mask_TE: Tensor, **options: Any) -> Routing:
-    got, names = launched(lambda: route_mask(mask_TE, **options))
+    got, names = launched(lambda: from_routing_map(mask_TE, **options))
     assert len(names) == 3
     with use("reference"):
-        want = route_mask(mask_TE, **options)
+        want = from_routing_map(mask_TE, **options)
     for field in (
         *("topk_indices", "row_of_slot", "slot_of_row", "expert_offsets", "tokens_per_expert"),
         "num_dropped",

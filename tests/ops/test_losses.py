@@ -279,3 +279,18 @@ def test_bad_argument(
     where = re.escape(f"tokenyard.{function.__name__}: `{argument}`")
     with pytest.raises(ArgumentError, match=where):
         function(*args, **options)
+
+
+def test_a_group_without_effect_is_refused() -> None:
+    group: Any = object()
+    bias, counts = torch.zeros(2), torch.tensor([1, 2])
+    with pytest.raises(ArgumentError, match="`group`: expected None, unless `reduce` is true"):
+        update_selection_bias(bias, counts, group=group)
+    probs, ids = torch.rand(3, 2), torch.zeros(3, 1, dtype=torch.int64)
+    with pytest.raises(ArgumentError, match="`group`: expected None, unless the scope is 'global'"):
+        load_balance_loss(probs, ids, num_experts=2, group=group)
+
+
+def test_no_choices() -> None:
+    with pytest.raises(ArgumentError, match=r"`topk_indices.shape\[1\]`: expected at least 1"):
+        load_balance_loss(torch.rand(3, 2), torch.zeros(3, 0, dtype=torch.int64), num_experts=2)

@@ -244,3 +244,12 @@ def test_errors_name_operator_and_argument() -> None:
     ]:
         with pytest.raises(ArgumentError, match=rf"tokenyard\.{function.__name__}: `{argument}`"):
             function(*args)
+
+
+def test_complex_numbers_are_refused() -> None:
+    """Their gradients would be summed as real numbers."""
+    routing = tokenyard.route(torch.tensor([[0], [1]]), 2)
+    with pytest.raises(ArgumentError, match="permute: `x`: expected a real dtype"):
+        tokenyard.permute(torch.ones(2, 3) * 1j, routing)
+    with pytest.raises(ArgumentError, match="permute_slots: `values`: expected a real dtype"):
+        tokenyard.permute_slots(torch.ones(2, 1) * 1j, routing)

@@ -193,3 +193,12 @@ def test_errors_name_operator_and_argument(
 ) -> None:
     with pytest.raises(ArgumentError, match=rf"tokenyard\.sort_chunks: `{argument}`"):
         tokenyard.sort_chunks(x, sizes, order)  # type: ignore[arg-type]
+
+
+def test_fractions_and_complex_numbers_are_refused() -> None:
+    x = torch.arange(4.0)[:, None]
+    with pytest.raises(ArgumentError, match="`split_sizes`: expected dtype in"):
+        tokenyard.sort_chunks(x, [2.7, 1.3], [1, 0])  # type: ignore[list-item]
+    with pytest.raises(ArgumentError, match="`x`: expected a real dtype"):
+        tokenyard.sort_chunks(x + 1j, [3, 1], [1, 0])
+    assert torch.equal(tokenyard.sort_chunks(x, [], []), x)

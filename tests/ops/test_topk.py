@@ -297,3 +297,25 @@ def test_bad_argument(argument: str, change: dict[str, Any]) -> None:
     for function in (topk, topk_reference):
         with pytest.raises(ArgumentError, match=re.escape(f"tokenyard.topk: `{argument}`")):
             function(**{"router_logits": torch.zeros(3, 6), "top_k": 2, **change})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topk_groups": 1.0, "num_groups": 2}, "`topk_groups`: expected an integer, got float"),
+        ({"softcap": "x"}, "`softcap`: expected a number, got str 'x'"),
+        ({"eps": "x"}, "`eps`: expected a number"),
+        ({"scale": None}, "`scale`: expected a number, got NoneType"),
+    ],
+    ids=str,
+)
+def test_an_option_of_another_type(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        topk(torch.randn(2, 4), 2, **options)
+
+
+def test_a_fractional_k_and_an_unknown_option() -> None:
+    with pytest.raises(ArgumentError, match=r"`top_k`: expected an integer, got float 2\.0"):
+        topk(torch.randn(2, 4), 2.0)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"`options`: expected one of .*'eps'.*, got 'foo'"):
+        topk_reference(torch.randn(2, 4), 2, foo=1)

@@ -46,7 +46,7 @@ def from_group_ends(group_ends: Tensor) -> Tensor:
     [0, 3, 7, 10]
     """
     check_ints("from_group_ends", "group_ends", group_ends, ["E"])
-    return pad(group_ends.to(torch.int32), (1, 0))
+    return pad(group_ends.long().clamp(max=check.INT32_MAX).to(torch.int32), (1, 0))
 
 
 def to_group_counts(

@@ -70,6 +70,7 @@ def _record(
     if isinstance(num_dropped, Tensor):
         check_ints(function, "num_dropped", num_dropped, [], row_of_slot)
     else:
+        check.at_least(operator, "num_dropped", num_dropped, 0)
         num_dropped = torch.full((), num_dropped, device=row_of_slot.device)
 
     offsets = expert_offsets.long().clamp(0, num_rows)
@@ -400,8 +401,10 @@ def from_routing_map(
     >>> from_routing_map(routing_map, top_k=2).topk_indices.tolist()
     [[0, 1], [0, 2], [1, 2], [0, 1], [1, 2]]
     """
-    operator, dtypes = "conventions.from_routing_map", check.INTEGER_DTYPES | {torch.bool}
-    check.tensor(operator, "routing_map", routing_map, ["T", "E"], dtypes=dtypes)
-    check.at_least(operator, "routing_map.shape[1]", routing_map.shape[1], 1)
-    check.at_least(operator, "top_k", 1 if top_k is None else top_k, 1)
-    return route_mask(routing_map, top_k=top_k, row_alignment=row_alignment, num_rows=num_rows)
+    return route_mask(
+        "conventions.from_routing_map",
+        routing_map,
+        top_k=top_k,
+        row_alignment=row_alignment,
+        num_rows=num_rows,
+    )

@@ -94,13 +94,13 @@ def _split(gate_up: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 def _definition(gate_up: Tensor, kind: str, layout: str) -> Tensor:
     acc = accumulation_dtype(gate_up.dtype)
     if kind in UNGATED:
-        return _act(gate_up.to(acc), kind).to(gate_up.dtype)
+        return _act(gate_up.to(acc), kind).to(gate_up.dtype).contiguous()
     gate, up = (part.to(acc) for part in _split(gate_up, layout))
     if kind == "clamped_swiglu":
         gate = gate.clamp(max=CLAMPED_LIMIT)
         up = up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT) + 1
-        return (gate * (CLAMPED_ALPHA * gate).sigmoid() * up).to(gate_up.dtype)
-    return (_act(gate, _FUNCTION[kind]) * up).to(gate_up.dtype)
+        return (gate * (CLAMPED_ALPHA * gate).sigmoid() * up).to(gate_up.dtype).contiguous()
+    return (_act(gate, _FUNCTION[kind]) * up).to(gate_up.dtype).contiguous()
 
 
 def activation_reference(
@@ -121,7 +121,7 @@ def activation_backward_reference(
     d_out = d_out.to(acc)
     if kind in UNGATED:
         out, slope = _act_and_slope(gate_up.to(acc), kind)
-        return (d_out * slope).to(gate_up.dtype), out.to(gate_up.dtype)
+        return (d_out * slope).to(gate_up.dtype).contiguous(), out.to(gate_up.dtype)
 
     gate_raw, up_raw = (part.to(acc) for part in _split(gate_up, layout))
     if kind == "clamped_swiglu":
@@ -136,7 +136,7 @@ def activation_backward_reference(
         up = up_raw
         act, slope = _act_and_slope(gate_raw, _FUNCTION[kind])
         d_up = d_out * act
-    d_gate_up = torch.empty_like(gate_up)
+    d_gate_up = gate_up.new_empty(gate_up.shape)
     d_gate_view, d_up_view = _split(d_gate_up, layout)
     torch.mul(d_out * up, slope, out=slope)
     d_gate_view.copy_(slope)

@@ -389,12 +389,14 @@ def expert_mlp(
     check.choice(name, "weight_layout", weight_layout, LAYOUTS)
     check_reduction(name, reduction, routing, "x", x, weighted=True)
     num_experts, hidden_size = routing.num_experts, x.shape[1]
-    check_weight(name, "w_gate_up", w_gate_up, x, num_experts, weight_layout, hidden_size, "2I")
+    check_weight(
+        name, "w_gate_up", w_gate_up, "x", x, num_experts, weight_layout, hidden_size, "2I"
+    )
     gate_up_size = w_gate_up.shape[1 if weight_layout == "ENK" else 2]
     if activation not in UNGATED:
         check.multiple_of(name, "w_gate_up", gate_up_size, 2, "columns of gate and up")
     size = activation_size(gate_up_size, activation)
-    check_weight(name, "w_down", w_down, x, num_experts, weight_layout, size, hidden_size)
+    check_weight(name, "w_down", w_down, "x", x, num_experts, weight_layout, size, hidden_size)
     for argument, bias, width in (
         ("b_gate_up", b_gate_up, gate_up_size),
         ("b_down", b_down, hidden_size),

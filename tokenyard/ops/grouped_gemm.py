@@ -8,8 +8,8 @@ d_bias[e]  = sum over the rows of e of d_out[r]
 Products are accumulated in fp32 (fp64 for fp64) by the device's GEMM, rounded once.
 """
 
+import functools
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -75,22 +75,10 @@ def _offsets_and_counts(groups: Routing | Tensor) -> tuple[Tensor, Tensor]:
     return groups, groups.diff()
 
 
-def _kernels(rows: Tensor) -> ModuleType | None:
-    """fp64 has no kernels."""
-    return None if rows.dtype == torch.float64 else backend.kernels("grouped_gemm", rows)
-
-
-def _forward(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    expert_offsets: Tensor,
-    tokens_per_expert: Tensor,
-    layout: str,
-) -> Tensor:
-    kernels = _kernels(rows)
-    grouped_gemm = _definition if kernels is None else kernels.grouped_gemm
-    return grouped_gemm(rows, weight, bias, expert_offsets, tokens_per_expert, layout)
+@functools.wraps(_definition)
+def _forward(rows: Tensor, *args: Any) -> Tensor:
+    kernels = backend.kernels("grouped_gemm", rows)
+    return (_definition if kernels is None else kernels.grouped_gemm)(rows, *args)
 
 
 def _fake(
@@ -116,7 +104,7 @@ def _backward(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients that are needed; an empty tensor for each other."""
-    kernels = _kernels(rows)
+    kernels = backend.kernels("grouped_gemm", rows)
     if kernels is not None:
         return kernels.grouped_gemm_backward(
             d_out,
@@ -130,7 +118,7 @@ def _backward(
             need_bias,
         )
     num_experts, size = weight.shape[0], d_out.shape[1]
-    d_rows = torch.zeros_like(rows) if need_rows else rows.new_empty(0)
+    d_rows = rows.new_zeros(rows.shape) if need_rows else rows.new_empty(0)
     d_weight = weight.new_zeros(weight.shape) if need_weight else weight.new_empty(0)
     d_bias = weight.new_zeros(num_experts, size) if need_bias else weight.new_empty(0)
     for expert, valid in valid_rows(expert_offsets, tokens_per_expert):
@@ -159,7 +147,7 @@ def _backward_fake(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
-        torch.empty_like(rows) if need_rows else rows.new_empty(0),
+        rows.new_empty(rows.shape) if need_rows else rows.new_empty(0),
         weight.new_empty(weight.shape) if need_weight else weight.new_empty(0),
         weight.new_empty(weight.shape[0], d_out.shape[1]) if need_bias else weight.new_empty(0),
     )
@@ -214,7 +202,9 @@ def grouped_gemm(
         bias = None if bias is None else bias.to(dtype)
     check.choice("grouped_gemm", "layout", layout, LAYOUTS)
     num_experts = _check_groups("grouped_gemm", groups, rows)
-    check_weight("grouped_gemm", "weight", weight, rows, num_experts, layout, rows.shape[1], "N")
+    check_weight(
+        "grouped_gemm", "weight", weight, "rows", rows, num_experts, layout, rows.shape[1], "N"
+    )
     size = weight.shape[1 if layout == "ENK" else 2]
     if bias is not None:
         check.tensor("grouped_gemm", "bias", bias, [num_experts, size], device=rows.device)
@@ -227,7 +217,7 @@ def _add_weight_gradient(
     a: Tensor, b: Tensor, expert_offsets: Tensor, tokens_per_expert: Tensor, out: Tensor
 ) -> None:
     """out[e] += sum over the rows r of e of a[r] b[r]^T."""
-    kernels = _kernels(a)
+    kernels = backend.kernels("grouped_gemm", a)
     if kernels is not None and out.is_contiguous():
         kernels.weight_gradient(a, b, expert_offsets, tokens_per_expert, out, True)
         return
@@ -286,6 +276,7 @@ def check_weight(
     operator: str,
     argument: str,
     weight: Tensor,
+    rows_argument: str,
     rows: Tensor,
     num_experts: int,
     layout: str,
@@ -294,7 +285,7 @@ def check_weight(
 ) -> None:
     sizes = [size_out, size_in] if layout == "ENK" else [size_in, size_out]
     check.tensor(operator, argument, weight, [num_experts, *sizes], device=rows.device)
-    check.same_dtype(operator, argument, weight, "rows", rows.dtype)
+    check.same_dtype(operator, argument, weight, rows_argument, rows.dtype)
 
 
 def _check_offsets(operator: str, expert_offsets: Tensor, num_rows: int) -> None:

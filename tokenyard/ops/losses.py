@@ -56,10 +56,20 @@ def load_balance_loss(
         dtypes=check.INTEGER_DTYPES,
         device=router_probs.device,
     )
+    check.at_least(name, "topk_indices.shape[1]", topk_indices.shape[1], 1)
     check.choice(name, "scope", scope, SCOPES)
+    if group is not None and scope != "global":
+        check.fail(name, "group", "None, unless the scope is 'global'", group)
     if token_mask is not None:
         dtypes = frozenset({torch.bool})
-        check.tensor(name, "token_mask", token_mask, [num_tokens], dtypes=dtypes)
+        check.tensor(
+            name,
+            "token_mask",
+            token_mask,
+            [num_tokens],
+            dtypes=dtypes,
+            device=router_probs.device,
+        )
     if scope != "sequence":
         sequence_length = num_tokens
     elif sequence_length is None:
@@ -109,7 +119,14 @@ def z_loss(router_logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor
     if token_mask is None:
         return logits.logsumexp(1).square().sum() / max(logits.shape[0], 1)
     dtypes = frozenset({torch.bool})
-    check.tensor("z_loss", "token_mask", token_mask, [logits.shape[0]], dtypes=dtypes)
+    check.tensor(
+        "z_loss",
+        "token_mask",
+        token_mask,
+        [logits.shape[0]],
+        dtypes=dtypes,
+        device=logits.device,
+    )
     # masked before and after: a masked token may hold NaN, and log(E) is not zero
     square = logits.masked_fill(~token_mask[:, None], 0).logsumexp(1).square()
     return square.masked_fill(~token_mask, 0).sum() / token_mask.sum().clamp(min=1)
@@ -142,6 +159,8 @@ def update_selection_bias(
         dtypes=check.INTEGER_DTYPES,
         device=selection_bias.device,
     )
+    if group is not None and not reduce:
+        check.fail(name, "group", "None, unless `reduce` is true", group)
     counts = tokens_per_expert.long()
     if reduce:
         counts = counts.clone()

@@ -1,6 +1,6 @@
 """Copy every token to the rows of its experts.
 
-rows[r]   = x[slot_of_row[r] // K]         zero in padding rows; bit-exact, any dtype
+rows[r]   = x[slot_of_row[r] // K]         zero in padding rows; bit-exact, any real dtype
 d_x[t]    = sum over k ascending of acc(d_rows[row_of_slot[t,k]]), rounded once
 
 permute_slots moves one value per slot in the same way:
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from tokenyard import backend, check
-from tokenyard.ops.rows import check_routing, gather_rows, sum_rows
+from tokenyard.ops.rows import check_moved, check_routing, gather_rows, sum_rows
 from tokenyard.registration import Operator
 from tokenyard.routing import Routing
 
@@ -73,12 +73,13 @@ _permute = Operator(
 def permute(x: Tensor, routing: Routing) -> Tensor:
     """Copy every token to the rows of its experts: x [T,D] -> rows [R,D].
 
-    x may have any dtype and strides (scales and fp8 bytes travel too); padding rows are zero.
+    x may have any real dtype and any strides (scales and fp8 bytes travel too); padding rows are zero.
     Differentiable in x where its dtype is; saves `routing.row_of_slot`. Raises ArgumentError.
     """
     check.tensor("permute", "x", x)
     check_routing("permute", routing, x.device)
     check.tensor("permute", "x", x, [routing.num_tokens, "D"])
+    check_moved("permute", "x", x)
     return _permute(x, routing.row_of_slot, routing.slot_of_row)
 
 
@@ -118,10 +119,11 @@ _permute_slots = Operator(
 def permute_slots(values: Tensor, routing: Routing) -> Tensor:
     """Bring one value per slot, such as its routing weight, to the slot's row: [T,K] -> [R].
 
-    values may have any dtype and strides. Padding rows get zero; the gradient of a slot without a row
-    is exactly zero. Saves `routing.row_of_slot`. Raises ArgumentError.
+    values may have any real dtype and any strides. Padding rows get zero; the gradient of a slot
+    without a row is exactly zero. Saves `routing.row_of_slot`. Raises ArgumentError.
     """
     check.tensor("permute_slots", "values", values)
     check_routing("permute_slots", routing, values.device)
     check.tensor("permute_slots", "values", values, [routing.num_tokens, routing.top_k])
+    check_moved("permute_slots", "values", values)
     return _permute_slots(values, routing.row_of_slot, routing.slot_of_row)

@@ -27,6 +27,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def check_moved(operator: str, argument: str, value: Tensor) -> None:
+    """Rows of any dtype can be moved, but the sums of their gradients are real."""
+    if value.is_complex():
+        check.fail(operator, argument, "a real dtype", check.describe(value))
+
+
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """x [N,...] any dtype, index [M] int -> [M,...]; bit-exact."""
     bits = _BITS.get(x.dtype)  # few operators know these dtypes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import backend, check
-from tokenyard.ops.rows import gather_rows
+from tokenyard.ops.rows import check_moved, gather_rows
 from tokenyard.registration import Operator
 
 
@@ -71,7 +71,7 @@ _sort_chunks = Operator(
 def sort_chunks(
     x: Tensor, split_sizes: Tensor | Sequence[int], order: Tensor | Sequence[int]
 ) -> Tensor:
-    """Put the chunks of x into the given order: x [N,...] any dtype -> the same shape.
+    """Put the chunks of x into the given order: x [N,...] any real dtype -> the same shape.
 
     split_sizes   [C] integers, rows of each chunk; their sum is at most N
     order         [C] integers, a permutation: the chunk that comes first, second, ...
@@ -82,6 +82,7 @@ def sort_chunks(
     """
     check.tensor("sort_chunks", "x", x)
     check.at_least("sort_chunks", "x.dim()", x.dim(), 1)
+    check_moved("sort_chunks", "x", x)
     sizes = _integers("split_sizes", split_sizes)
     chunks = _integers("order", order)
     if sizes.shape != chunks.shape:
@@ -92,7 +93,9 @@ def sort_chunks(
 
 
 def _integers(argument: str, value: Tensor | Sequence[int]) -> Tensor:
-    result = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64)
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value, dtype=None if value else torch.int64)
+    result = value
     check.tensor("sort_chunks", argument, result, ["C"], dtypes=check.INTEGER_DTYPES)
     return result
 

@@ -11,7 +11,7 @@ d_s    = the quotient rule of u;   d_z = the derivative of the score;   zero whe
 Everything is computed in fp32 (fp64 for fp64 logits) and rounded once, to the dtype of the weights.
 """
 
-from types import ModuleType
+import functools
 from typing import Any, Literal
 
 import torch
@@ -139,7 +139,7 @@ def _definition(
     else:
         ids, s = _given_scores(z, given_indices, score)
     weights = s / _norm(s, normalize, norm_p, eps, eps_mode) * scale
-    return weights, ids.to(torch.int32)
+    return weights.contiguous(), ids.to(torch.int32).contiguous()
 
 
 def _given_scores(z: Tensor, given_indices: Tensor, score: str) -> tuple[Tensor, Tensor]:
@@ -154,47 +154,10 @@ def _given_scores(z: Tensor, given_indices: Tensor, score: str) -> tuple[Tensor,
     return given.masked_fill(absent, -1), s
 
 
-def _forward(
-    router_logits: Tensor,
-    given_indices: Tensor | None,
-    top_k: int,
-    score: str,
-    softcap: float,
-    selection_bias: Tensor | None,
-    num_groups: int,
-    topk_groups: int,
-    group_score: str,
-    normalize: str,
-    norm_p: float,
-    eps: float,
-    eps_mode: str,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    kernels = _kernels(router_logits)
-    topk = _definition if kernels is None else kernels.topk
-    return topk(
-        router_logits,
-        given_indices,
-        top_k,
-        score,
-        softcap,
-        selection_bias,
-        num_groups,
-        topk_groups,
-        group_score,
-        normalize,
-        norm_p,
-        eps,
-        eps_mode,
-        scale,
-    )
-
-
-def _kernels(router_logits: Tensor) -> ModuleType | None:
-    """The kernels compute in fp32, so the definition serves fp64."""
-    if router_logits.dtype == torch.float64:
-        return None
-    return backend.kernels("topk", router_logits)
+@functools.wraps(_definition)
+def _forward(router_logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    kernels = backend.kernels("topk", router_logits)
+    return (_definition if kernels is None else kernels.topk)(router_logits, *args)
 
 
 def _fake(router_logits: Tensor, given_indices: Tensor | None, top_k: int, *args: Any) -> Any:
@@ -217,7 +180,7 @@ def _backward(
     scale: float,
 ) -> Tensor:
     """d_router_logits [T,E]; the scores are computed again, so that only logits and ids are saved."""
-    kernels = _kernels(router_logits)
+    kernels = backend.kernels("topk", router_logits)
     if kernels is not None:
         options = (score, softcap, normalize, norm_p, eps, eps_mode, scale)
         return kernels.topk_backward(d_weights, router_logits, topk_indices, *options)
@@ -258,7 +221,8 @@ def _backward(
         d_z = torch.zeros_like(z).scatter_add_(1, ids, d_zk.masked_fill(absent, 0))
     if softcap > 0:
         d_z = d_z * (1 - (z / softcap).square())
-    return d_z.masked_fill(~router_logits.isfinite(), 0).to(router_logits.dtype)
+    d_z = d_z.masked_fill(~router_logits.isfinite(), 0)
+    return d_z.to(router_logits.dtype).contiguous()
 
 
 def _backward_fake(d_weights: Tensor, router_logits: Tensor, *args: Any) -> Tensor:
@@ -309,12 +273,17 @@ def _checked(
 ) -> tuple[Tensor, Tensor]:
     check.tensor("topk", "router_logits", router_logits, ["T", "E"], dtypes=check.FLOAT_DTYPES)
     num_experts = router_logits.shape[1]
+    check.at_least("topk", "top_k", top_k, 1)
     if not 1 <= top_k <= num_experts:
         check.fail("topk", "top_k", f"1 to E = {num_experts}", top_k)
     check.choice("topk", "score", score, SCORES)
     check.choice("topk", "normalize", normalize, NORMALIZATIONS)
     check.choice("topk", "eps_mode", eps_mode, EPS_MODES)
     check.choice("topk", "group_score", group_score, GROUP_SCORES)
+    for argument, number in (("eps", eps), ("norm_p", norm_p), ("scale", scale)):
+        check.number("topk", argument, number)
+    if softcap is not None:
+        check.number("topk", "softcap", softcap)
     if not eps >= 0:
         check.fail("topk", "eps", "at least 0", eps)
     if not norm_p >= 1:
@@ -323,6 +292,7 @@ def _checked(
         check.fail("topk", "softcap", "a positive number, or None", softcap)
     check.at_least("topk", "num_groups", num_groups, 1)
     check.multiple_of("topk", "router_logits.shape[1]", num_experts, num_groups, "num_groups")
+    check.at_least("topk", "topk_groups", topk_groups, 1)
     if not 1 <= topk_groups <= num_groups:
         check.fail("topk", "topk_groups", f"1 to num_groups = {num_groups}", topk_groups)
     if top_k > topk_groups * (num_experts // num_groups):
@@ -446,4 +416,6 @@ _DEFAULTS: dict[str, Any] = dict(topk.__kwdefaults__ or {})
 
 def topk_reference(router_logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
     """The definition of `topk`, with the same options; differentiated by autograd."""
+    for option in options:
+        check.choice("topk_reference", "options", option, sorted(_DEFAULTS))
     return _checked(_definition, router_logits, top_k, **{**_DEFAULTS, **options})
