@@ -1,5 +1,6 @@
 """Checkpoints are complete or absent, and come back as they were written."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,34 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other = nn.Linear(3, 4)
     with pytest.raises(CommandError, match="does not fit this model"):
         restore(checkpoint, other, torch.optim.AdamW(other.parameters()))
+
+
+@pytest.mark.parametrize("damage", ["empty", "renamed", "shorter", "another dtype"])
+def test_an_optimizer_that_does_not_fit_is_refused(damage: str) -> None:
+    model, optimizer = trained(seed=0)
+    checkpoint = checkpoint_of(2, model, optimizer)
+    state = checkpoint.optimizer
+    if damage == "empty":
+        state.clear()
+    elif damage == "renamed":
+        state["0.weight.moment"] = state.pop("0.weight.exp_avg")
+    elif damage == "shorter":
+        state["0.weight.exp_avg"] = state["0.weight.exp_avg"][:1]
+    else:
+        state["0.weight.exp_avg"] = state["0.weight.exp_avg"].double()
+    with pytest.raises(CommandError, match=r"optimizer does not fit this model: \d\.\w+\.\w+"):
+        restore(checkpoint, *trained(seed=1, steps=0))
+
+
+def test_a_damaged_checkpoint_comes_with_advice_that_works(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, checkpoint_of(step, *trained(seed=0, steps=step)))
+    newest, before = (tmp_path / f"step-{step:08d}" for step in (2, 1))
+    (newest / "run.json").write_text("[]")
+    with pytest.raises(
+        CommandError, match=rf"does not describe a checkpoint; remove .*{before.name}"
+    ):
+        load_newest(tmp_path)
+    shutil.rmtree(before)
+    with pytest.raises(CommandError, match="start again with --overwrite"):
+        load_newest(tmp_path)

@@ -54,7 +54,7 @@ def test_other_errors_keep_their_traceback() -> None:
 def test_a_terminated_process_saves_and_exits_with_130(text: Path, out: Path) -> None:
     options = f"--steps 100000 --hidden-size 32 --layers 1 --text {text} --out {out} --device cpu"
     process = subprocess.Popen(
-        [sys.executable, "-m", "tokenyard.cli.main", "train", *options.split()],
+        [sys.executable, "-m", "tokenyard.cli", "train", *options.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -69,3 +69,16 @@ def test_a_terminated_process_saves_and_exits_with_130(text: Path, out: Path) ->
     assert "Stopped by SIGTERM" in output
     assert errors == ""
     assert len(checkpoint_folders(out / "checkpoints")) >= 1
+
+
+@pytest.mark.parametrize("missing", ["typer", "safetensors", "matplotlib"])
+def test_a_missing_library_names_the_extra(missing: str) -> None:
+    """Before anything else: training must not end in a picture that cannot be drawn."""
+    script = (
+        "import importlib.util, sys; find = importlib.util.find_spec; "
+        f"importlib.util.find_spec = lambda name: None if name == {missing!r} else find(name); "
+        "from tokenyard.cli import main; sys.argv = ['tokenyard', 'env']; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 1 and not result.stdout
+    assert result.stderr == f"Error: needs {missing}: pip install 'tokenyard[cli]'\n"

@@ -295,3 +295,26 @@ def test_learning_rate_rises_then_falls() -> None:
     assert rates[5:] == sorted(rates[5:], reverse=True)
     assert 0 < rates[-1] < 0.02
     assert learning_rate(1, 1, 1.0) == 1.0
+
+
+def test_a_run_without_a_checkpoint_is_not_told_to_resume(refused: Command) -> None:
+    assert "became" in refused("--learning-rate", "1e30")
+    message = refused()
+    assert "--overwrite" in message and "--resume" not in message
+
+
+def test_divergence_in_the_last_step_is_found(refused: Command, out: Path) -> None:
+    message = refused("--steps", "1", "--learning-rate", "1e38")
+    assert "became" in message
+    assert not (out / "checkpoints").exists() and not (out / "report.json").exists()
+
+
+def test_a_stored_option_of_another_type_is_named(
+    train: Command, refused: Command, out: Path
+) -> None:
+    train()
+    (run,) = out.glob("checkpoints/*/run.json")
+    state = json.loads(run.read_text())
+    state["run"]["options"]["hidden_size"] = "x"
+    run.write_text(json.dumps(state))
+    assert "--hidden-size is 'x', not of type int" in refused("--resume")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import assert_same_bits
 from torch import Tensor
+from torch.autograd import gradcheck
 
 from tokenyard import ArgumentError
 from tokenyard.compat import d9d
@@ -161,6 +162,27 @@ def test_backward_with_merging_probs(num_rows: int, dtype: torch.dtype) -> None:
     products = (grad[tokens].double() * rows[:used].double()).sum(1)
     want = torch.zeros(T, E, dtype=torch.float64).index_put((tokens, experts), products)
     torch.testing.assert_close(d_probs.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_the_lower_level_by_finite_differences() -> None:
+    """Also with dropped pairs, and with rows left over."""
+
+    def random(*shape: int) -> Tensor:
+        return (torch.rand(shape, dtype=torch.float64) + 0.5).requires_grad_()
+
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 1], [1, 1, 0], [0, 0, 0]])
+    row_id_map = d9d.make_row_id_map(mask, 5, 3)
+    for num_out in (5, 9):
+        assert gradcheck(
+            lambda x, p, s, n=num_out: d9d.permute_with_mask_map(
+                x, row_id_map, p, s, 5, 3, n, 2, 1
+            ),
+            (random(5, 2), random(5, 3), random(5, 1)),
+        )
+        assert gradcheck(
+            lambda r, m, p: d9d.unpermute_with_mask_map(r, row_id_map, m, p, 5, 3, 2),
+            (random(num_out, 2), random(5, 3), random(num_out)),
+        )
 
 
 def test_sizes_must_agree_with_the_tensors() -> None:

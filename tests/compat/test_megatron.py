@@ -308,6 +308,30 @@ def test_batch_invariant_arguments() -> None:
         assert_same_bits(got, want)
 
 
+def _layer(x: Tensor, mask: Tensor, probs: Tensor) -> Tensor:
+    rows, _, sorted_indices, inverse_map, _ = megatron.permute(
+        x, mask, num_out_tokens=mask.shape[0] * 2, return_batch_invariant_inverse_map=True
+    )
+    out = megatron.unpermute(rows, sorted_indices, x.shape, probs, mask)
+    return out + 2 * megatron.unpermute(
+        rows, x.shape, probs=probs, num_experts=4, inverse_map=inverse_map, ep_size=2
+    )
+
+
+def test_compiles_as_one_graph() -> None:
+    compiled = torch.compile(_layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_tokens in (5, 8):
+        mask = fixed_mask(num_tokens, 4, 2)
+        x = torch.randn(num_tokens, 3, requires_grad=True)
+        probs = torch.rand(num_tokens, 4, requires_grad=True)
+        results = []
+        for function in (compiled, _layer):
+            out = function(x, mask, probs)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (x, probs))))
+        for got, want in zip(*results):
+            torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("shortage", [False, True])
 def test_drop_and_pad(shortage: bool) -> None:
     """Every expert has its capacity of rows; where the mask has fewer pairs, the rest are zero."""
@@ -393,6 +417,7 @@ def test_bad_arguments_are_named() -> None:
     rows, x, probs = torch.randn(10, 3), torch.randn(5, 3), torch.rand(5, 3)
     tokens, inverse_map = pairs_of(EXAMPLE)[0], inverse_map_of(EXAMPLE)
     calls: list[tuple[str, Any]] = [
+        ("tokens", lambda: megatron.permute(x[:4], EXAMPLE, num_out_tokens=10)),
         ("routing_map", lambda: megatron.unpermute(rows, tokens, (5, 3), probs)),
         ("restore_shape", lambda: megatron.unpermute(rows, tokens, (6, 3), routing_map=EXAMPLE)),
         (

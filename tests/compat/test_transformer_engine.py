@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from typing import Any
 
 import pytest
@@ -365,7 +366,14 @@ def test_bad_arguments_are_named() -> None:
     rows, row_id_map = te.moe_permute(x, EXAMPLE, 10)
     calls: list[tuple[str, Any]] = [
         ("map_type", lambda: te.moe_permute(x, EXAMPLE, 10, map_type="dense")),  # type: ignore[arg-type]
-        ("x", lambda: te.moe_permute(x[:4], EXAMPLE, 10)),
+        ("inp", lambda: te.moe_permute(x[:4], EXAMPLE, 10)),
+        ("inp", lambda: te.moe_permute(x[:4], EXAMPLE[:, :2], 10, map_type="index")),
+        ("inp", lambda: te.moe_permute_with_probs(x[:4], probs, EXAMPLE, 10)),
+        (
+            "inp",
+            lambda: te.moe_permute_and_pad_with_probs(x[:4], probs, EXAMPLE, EXAMPLE.sum(0), 2),
+        ),
+        ("routing_map.shape[1]", lambda: te.moe_permute(x, EXAMPLE[:, :0], 10, map_type="index")),
         ("probs", lambda: te.moe_permute_with_probs(x, probs[:, :2], EXAMPLE, 10)),
         ("merging_probs", lambda: te.moe_unpermute(rows, row_id_map, probs[:4])),
         ("row_id_map", lambda: te.moe_unpermute(rows, row_id_map[:, :6])),
@@ -376,5 +384,5 @@ def test_bad_arguments_are_named() -> None:
         ),
     ]
     for argument, call in calls:
-        with pytest.raises(ArgumentError, match=f"`{argument}`"):
+        with pytest.raises(ArgumentError, match=re.escape(f"`{argument}`")):
             call()

@@ -72,7 +72,14 @@ def test_more_and_fewer_rows_than_pairs(map_type: Any, as_tensor: bool, num_out:
 
 
 def test_a_negative_number_drops_nothing() -> None:
-    x = torch.randn(5, 4)
+    """It is the default."""
+    x, probs = torch.randn(5, 4), torch.rand(5, 3) + 0.1
+    for got, want in (
+        (te.moe_permute(x, EXAMPLE), te.moe_permute(x, EXAMPLE, 10)),
+        (te.moe_permute(x, EXAMPLE_IDS, map_type="index"), te.moe_permute(x, EXAMPLE)),
+        (te.moe_permute_with_probs(x, probs, EXAMPLE)[:2], (x[EXAMPLE.t().nonzero()[:, 1]],)),
+    ):
+        assert_same_bits(got[0], want[0])
     assert_same_bits(te.moe_permute(x, EXAMPLE, -1)[0], te.moe_permute(x, EXAMPLE, 10)[0])
     for number in (-1, 0):
         rows, _ = te.moe_permute(x, EXAMPLE_IDS, number, map_type="index")
@@ -132,6 +139,55 @@ def test_index_map_with_dropped_and_duplicate_ids(id_dtype: torch.dtype) -> None
     assert out.flatten().tolist() == [1, 10, 0, 48]
     (d_probs,) = torch.autograd.grad(out.sum(), probs)
     assert d_probs.tolist() == [[1, 0], [2, 2], [0, 0], [4, 4]]
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_the_largest_id_is_an_id(id_dtype: torch.dtype) -> None:
+    most = torch.iinfo(id_dtype).max
+    ids = torch.tensor([[-1, most], [most, 0]], dtype=id_dtype)
+    _, row_id_map = te.moe_permute(torch.randn(2, 3), ids, map_type="index")
+    assert [row >= 0 for row in row_id_map.tolist()] == [False, True, True, True]
+
+
+def test_probabilities_alone_have_gradients() -> None:
+    """Where the rows need none."""
+    x, rows = torch.randn(5, 4), torch.randn(10, 4)
+    probs = (torch.rand(5, 3) + 0.1).requires_grad_()
+    _, permuted_probs, row_id_map = te.moe_permute_with_probs(x, probs, EXAMPLE, 10)
+    (d_probs,) = torch.autograd.grad(permuted_probs.sum(), probs)
+    assert_same_bits(d_probs, EXAMPLE.float())
+    (d_probs,) = torch.autograd.grad(te.moe_unpermute(rows, row_id_map, probs).sum(), probs)
+    tokens, experts = zip(*pairs_of(EXAMPLE))
+    want = torch.zeros(5, 3).index_put((torch.tensor(tokens), torch.tensor(experts)), rows.sum(1))
+    torch.testing.assert_close(d_probs, want)
+
+
+def _mask_layer(x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    num_out = routing_map.shape[0] * 2  # symbolic
+    rows, row_probs, row_id_map = te.moe_permute_with_probs(x, probs, routing_map, num_out)
+    return te.moe_unpermute(rows * row_probs[:, None], row_id_map, restore_shape=x.shape)
+
+
+def _index_layer(x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    rows, row_id_map = te.moe_permute(x, routing_map, map_type="index")
+    return te.moe_unpermute(rows, row_id_map, probs, map_type="index")
+
+
+@pytest.mark.parametrize("layer", [_mask_layer, _index_layer])
+def test_compiles_as_one_graph(layer: Any) -> None:
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_tokens in (5, 8):
+        ids = torch.rand(num_tokens, 4).argsort(dim=1)[:, :2]
+        if layer is _mask_layer:
+            ids = torch.zeros(num_tokens, 4, dtype=torch.bool).scatter(1, ids, True)
+        x = torch.randn(num_tokens, 3, requires_grad=True)
+        probs = (torch.rand(ids.shape) + 0.1).requires_grad_()
+        results = []
+        for function in (compiled, layer):
+            out = function(x, ids, probs)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (x, probs))))
+        for got, want in zip(*results):
+            torch.testing.assert_close(got, want)
 
 
 def test_index_map_without_probabilities() -> None:

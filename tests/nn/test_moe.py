@@ -18,6 +18,7 @@ from tokenyard.nn import Experts, MoE, Router
 
 DOC = (Path(__file__).parents[2] / "docs" / "routers.md").read_text(encoding="utf-8")
 F64: dict[str, Any] = {"dtype": torch.float64}
+PLAIN = {"normalize": "none"}
 
 
 def swiglu(z_N: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ def test_against_a_loop_over_tokens(variant: str) -> None:
 
 
 def test_capacity_drops_the_least_weight() -> None:
-    moe = MoE(4, 3, 3, 1, capacity_factor=0.5, drop="weight", router={}, dtype=torch.float64)
+    moe = MoE(4, 3, 3, 1, capacity_factor=0.5, drop="weight", router=PLAIN, dtype=torch.float64)
     x_TH, ids_TK = torch.randn(12, 4, **F64), torch.zeros(12, 1, dtype=torch.int64)
     out_TH, statistics = moe(x_TH, ids_TK)
     kept = statistics.topk_weights.flatten().topk(2).indices.tolist()
@@ -244,8 +245,8 @@ GROUPS = {"num_groups": 4, "topk_groups": 2, "group_score": "sum_of_top2", "sele
 BLOCKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": ("MixtralSparseMoeBlock", {}, {}),
     "qwen3_moe": ("Qwen3MoeSparseMoeBlock",
-                  {"num_experts": 8, "norm_topk_prob": False}, {"router": {}}),
-    "olmoe": ("OlmoeSparseMoeBlock", {"num_experts": 8}, {"router": {}}),
+                  {"num_experts": 8, "norm_topk_prob": False}, {"router": PLAIN}),
+    "olmoe": ("OlmoeSparseMoeBlock", {"num_experts": 8}, {"router": PLAIN}),
     "granitemoe": ("GraniteMoeMoE", {},
                    {"router": {"score": "softmax_of_selected"}}),
     "deepseek_v3": ("DeepseekV3MoE",
@@ -253,7 +254,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                     {"shared_intermediate_size": 10, "router": SIGMOID | GROUPS}),
     "qwen2_moe": ("Qwen2MoeSparseMoeBlock",
                   {"num_experts": 8, "shared_expert_intermediate_size": 7},
-                  {"shared_intermediate_size": 7, "shared_gate": True, "router": {}}),
+                  {"shared_intermediate_size": 7, "shared_gate": True, "router": PLAIN}),
     "gpt_oss": ("GptOssMLP", {}, VARIANTS["gpt-oss"][0]),
 }  # fmt: skip
 
@@ -296,3 +297,44 @@ def test_compositions_of_the_documentation() -> None:
     torch.testing.assert_close(names["llama4"](x_TH, z_TE[:, :4], *weights), torch.stack(llama_TH))
     got_TH = names["longcat"](x_TH, z_TE, bias_E, *weights, top_k=3)
     torch.testing.assert_close(got_TH, torch.stack(longcat_TH))
+
+
+def test_capacity_is_exact_and_exports_for_any_number_of_tokens() -> None:
+    assert MoE(4, 8, 1, 1, capacity_factor=1.1).capacity(100) == 110
+    assert MoE(4, 8, 3, 2, capacity_factor=1.25).capacity(7) == 6
+    moe = MoE(4, 8, 4, 2, capacity_factor=1.25)
+    tokens = torch.export.Dim("T", min=2, max=4096)
+    exported = torch.export.export(moe, (torch.randn(16, 4),), dynamic_shapes=({0: tokens},))
+    x_TH = torch.randn(37, 4)
+    torch.testing.assert_close(exported.module()(x_TH)[0], moe(x_TH)[0])
+
+
+def test_other_options_of_the_router_keep_the_weights_normalised() -> None:
+    moe = MoE(6, 5, 4, 2, router={"selection_bias": True})
+    _, statistics = moe(torch.randn(9, 6))
+    torch.testing.assert_close(statistics.topk_weights.sum(1), torch.ones(9))
+
+
+def test_meta_tensors() -> None:
+    out, _ = MoE(8, 4, 4, 2, device="meta")(torch.randn(3, 8, device="meta"))
+    assert out.shape == (3, 8) and out.is_meta
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: Experts(2, 4, 8, activation="swigloo"),
+            r"nn\.Experts: `activation`: expected one",
+        ),
+        (lambda: Experts(2, 4, 8, weight_layout="foo"), r"nn\.Experts: `weight_layout`"),
+        (lambda: Router(4, 2, 3), r"nn\.Router: `top_k`: expected 1 to E = 2, got 3"),
+        (lambda: Router(4, 2, 1, normalise="sum"), r"`topk_options`: .*got 'normalise'"),
+        (lambda: MoE(4, 8, 2, 1, capacity_factor=-1), r"nn\.MoE: `capacity_factor`"),
+        (lambda: MoE(4, 8, 2, 1, drop="last"), r"nn\.MoE: `drop`"),
+        (lambda: Router(4, 2, 1)(torch.randn(3, 5)), r"nn\.Router: `x`: expected shape \[T, 4\]"),
+    ],
+)
+def test_nonsense_is_refused_early(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(tokenyard.ArgumentError, match=message):
+        make()

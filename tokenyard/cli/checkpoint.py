@@ -96,6 +96,8 @@ def load_newest(parent: Path) -> Checkpoint:
     folder = folders[-1]
     try:
         state = json.loads((folder / "run.json").read_text())
+        if not isinstance(state, dict):
+            raise ValueError("run.json does not describe a checkpoint")
         if state["format"] != FORMAT:
             raise CommandError(
                 f"{folder} has format {state['format']}, this version reads {FORMAT}"
@@ -107,9 +109,10 @@ def load_newest(parent: Path) -> Checkpoint:
             optimizer=safetensors.load_file(folder / "optimizer.safetensors"),
         )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CommandError(
-            f"cannot read {folder}: {error}; remove that folder to resume from the one before"
-        ) from error
+        advice = "start again with --overwrite"
+        if len(folders) > 1:
+            advice = f"remove that folder to resume from {folders[-2]}"
+        raise CommandError(f"cannot read {folder}: {error}; {advice}") from error
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -132,12 +135,29 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
         model.load_state_dict(checkpoint.model)
     except RuntimeError as error:
         raise CommandError(f"the checkpoint does not fit this model: {error}") from error
-    state: dict[str, dict[str, Tensor]] = {}
-    for key, value in checkpoint.optimizer.items():
-        name, _, entry = key.rpartition(".")
-        state.setdefault(name, {})[entry] = value
-    names = [name for name, _ in model.named_parameters()]
-    by_index = {index: state[name] for index, name in enumerate(names) if name in state}
+    expected = {
+        f"{name}.{entry}": like
+        for name, parameter in model.named_parameters()
+        for entry, like in (
+            ("exp_avg", parameter),
+            ("exp_avg_sq", parameter),
+            ("step", torch.zeros(())),
+        )
+    }
+    saved = checkpoint.optimizer
+    wrong = saved.keys() ^ (expected.keys() if checkpoint.step else {})
+    wrong |= {
+        key
+        for key in saved.keys() & expected.keys()
+        if (saved[key].shape, saved[key].dtype) != (expected[key].shape, expected[key].dtype)
+    }
+    if wrong:
+        raise CommandError(f"the checkpoint's optimizer does not fit this model: {min(wrong)}")
+    by_index = {
+        index: {entry: saved[f"{name}.{entry}"] for entry in ("exp_avg", "exp_avg_sq", "step")}
+        for index, (name, _) in enumerate(model.named_parameters())
+        if saved
+    }
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": by_index, "param_groups": groups})
 

@@ -167,11 +167,3 @@ def tune_command(
 def env_command() -> None:
     """Show the versions of Python, PyTorch and Triton, the device, and the backend in use."""
     print_environment(Console())
-
-
-def main() -> None:
-    app()
-
-
-if __name__ == "__main__":
-    main()

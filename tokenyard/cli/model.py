@@ -49,7 +49,7 @@ class Block(nn.Module):
         self, hidden_size: int, num_experts: int, top_k: int, selection_bias: bool
     ) -> None:
         super().__init__()
-        router = {"normalize": "sum", "selection_bias": selection_bias}
+        router = {"selection_bias": selection_bias}
         self.attention_norm = nn.RMSNorm(hidden_size)
         self.attention = Attention(hidden_size)
         self.moe_norm = nn.RMSNorm(hidden_size)

@@ -92,6 +92,11 @@ def merge_with_run(
     for name in sorted(kept):
         was = tuple(stored[name]) if name == "text" else stored[name]
         now = getattr(given, name)
+        if type(was) is not type(now):
+            raise CommandError(
+                f"the checkpoint's {flag(name)} is {was!r}, not of type {type(now).__name__}; "
+                f"use --overwrite"
+            )
         if name not in explicit:
             adopted[name] = was
         elif name not in CHANGEABLE and was != now:

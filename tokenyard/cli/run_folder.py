@@ -81,9 +81,11 @@ def start_or_resume(
             )
         return options, checkpoint
     if folder.holds_run() and not overwrite:
+        resumable = checkpoint_folders(folder.checkpoints)
+        resuming = "continue it with --resume, " if resumable else ""
         raise CommandError(
-            f"{folder.root} already holds a run; continue it with --resume, replace it with "
-            f"--overwrite, or choose another folder with --out"
+            f"{folder.root} already holds a run; {resuming}replace it with --overwrite, "
+            f"or choose another folder with --out"
         )
     return options, None
 

@@ -192,7 +192,9 @@ def take_step(training: Training) -> StepMetrics:
 
 
 def save(training: Training, log: MetricsLog) -> None:
-    """Write a checkpoint of the current step, its metrics first."""
+    """Write a checkpoint of the current step, its metrics first; refuse one that diverged."""
+    norms = torch.stack([value.detach().norm() for value in training.model.parameters()])
+    _finite(training, training.step, {"norm of the parameters": float(norms.norm())})
     log.sync()
     run = {
         "options": training.options.to_json(),

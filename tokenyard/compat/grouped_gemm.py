@@ -6,12 +6,15 @@ by expert, ascending, and in token order within an expert.
 row_id_map  [K*T] int32: the row of slot (t,k) at k*T + t, -1 for a slot without a row
 
 As the peer, but defined where it is not:
-- CPU tensors, fp64, any strides; sums in fp32 (fp64 for fp64 rows), k ascending, rounded once
+- CPU tensors, fp64, any strides, any H
+- sums in fp32 (fp64 for fp64 rows), k ascending, rounded once. Peer: adds up in the dtype of the rows
+- under autocast `gmm` computes in its dtype
 - an id of -1 has no row, adds nothing, and its probability has gradient zero
 - rows that no slot or no expert owns are zero; no tokens, nothing routed and empty experts give results of
   the documented shapes, with gradients. Peer: returns its argument and no map, asserts, or leaves the
   memory unwritten
-Nothing waits for a GPU. The peer's `sinkhorn_kernel` and `backend` are not here.
+Nothing waits for a GPU, but GEMMs without a kernel (fp64, or no Triton).
+The peer's `sinkhorn_kernel` and `backend` are not here.
 
 >>> import torch
 >>> ids = torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]])
@@ -27,10 +30,9 @@ import warnings
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tokenyard import check, conventions
-from tokenyard.compat.te_maps import all_rows, read_index_map
+from tokenyard.compat.te_maps import read_index_map, route_ids
 from tokenyard.ops.grouped_gemm import grouped_gemm
 from tokenyard.ops.permute import permute as permute_rows
 from tokenyard.ops.rows import autocast_dtype
@@ -55,7 +57,7 @@ def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Ten
 
     Rows past the last expert are zero. Differentiable in a and b; an empty expert's gradient is zero.
     Sizes on the CPU are checked, those on a GPU are not.
-    Peer: bf16 only, and read as such; batch_sizes int64 on the CPU and not all zero.
+    Peer: bf16 only; batch_sizes int64 on the CPU and not all zero.
     """
     name = "compat.grouped_gemm.gmm"
     return multiply(name, ("a", "b", "batch_sizes"), a, b, batch_sizes, trans_b)
@@ -78,7 +80,7 @@ def permute(
     Differentiable in input_act: the fp32 sum over a token's rows, rounded once. No host sync.
     Peer: gives rows to ids of -1, before all others; leaves rows past T*K unwritten.
     """
-    routing = route_ids("compat.grouped_gemm.permute", input_act, indices, num_out_tokens)
+    routing = route_indices("compat.grouped_gemm.permute", input_act, indices, num_out_tokens)
     return permute_rows(input_act, routing), conventions.to_row_id_map(routing)
 
 
@@ -97,7 +99,8 @@ def unpermute(
     max_tokens  T or more; T itself if neither probs nor num_topK tells K
     num_topK    K, where there are no probs
 
-    With the map alone K is 1: the result is [K*T,H], the row of every slot in the order of the map.
+    With the map alone K is 1, as for the peer: the result is [K*T,H], the row of each slot in the order of
+    the map.
     Differentiable in input_act and probs. No host sync. Entries outside the rows add nothing; on the CPU they
     are an ArgumentError. Not detectable: an argsort (row -> slot) of the same length, cast to int32.
     Peer: no num_topK, so that only probs make sums; ignores probs for K = 1; reads past its rows.
@@ -153,35 +156,19 @@ def offsets_of(function: str, argument: str, sizes: Tensor, rows: Tensor) -> Ten
     return conventions.from_group_counts(sizes, device=rows.device)
 
 
-def route_ids(
+def route_indices(
     function: str, input_act: Tensor, indices: Tensor, num_out_tokens: int | Tensor | None
 ) -> Routing:
-    """The routing of ids [T,K] or [T] without a bound on them: all rows are taken for one expert's."""
+    """The routing of ids [T,K] or [T], after the checks that both drop-ins make."""
     check.tensor(function, "indices", indices, dtypes=check.INTEGER_DTYPES)
     ids = indices[:, None] if indices.dim() == 1 else indices
     if ids.dim() != 2 or ids.shape[1] < 1:
         check.fail(function, "indices", "shape [T, K] or [T]", check.describe(indices))
-    num_tokens, top_k = ids.shape
-    check.tensor(function, "input_act", input_act, [num_tokens, "H"], device=ids.device)
-    num_slots = num_tokens * top_k
-    num_rows = num_slots if num_out_tokens is None else num_out_tokens
-    if isinstance(num_rows, Tensor):
-        cpu = torch.device("cpu")
-        check.tensor(
-            function, "num_out_tokens", num_rows, [], dtypes=check.INTEGER_DTYPES, device=cpu
-        )
-        num_rows = int(num_rows.item())
-    num_rows = num_slots if num_rows <= 0 else num_rows
-
-    ids = ids.flatten()
-    ids = ids if ids.dtype == torch.int64 else ids.to(torch.int32)
-    none = torch.iinfo(ids.dtype).max  # sorts last; only the values would tell a lesser bound
-    slots = torch.where(ids >= 0, ids, none).argsort(stable=True)
-    in_use = torch.arange(num_slots, device=ids.device) < (ids >= 0).sum()
-    slots = pad(torch.where(in_use, slots, -1), (0, max(num_rows - num_slots, 0)), value=-1)
-    return conventions.from_sorted_slots(
-        slots[:num_rows], all_rows(num_rows, ids), top_k, num_tokens
-    )
+    check.tensor(function, "input_act", input_act, [ids.shape[0], "H"], device=ids.device)
+    if isinstance(num_out_tokens, Tensor):
+        cpu, dtypes = torch.device("cpu"), check.INTEGER_DTYPES
+        check.tensor(function, "num_out_tokens", num_out_tokens, [], dtypes=dtypes, device=cpu)
+    return route_ids(ids, num_out_tokens)
 
 
 def combine(

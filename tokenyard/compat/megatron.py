@@ -309,6 +309,7 @@ def permute(
         return output, None, row_id_map, None, tokens_per_expert
     capacity = drop_and_pad and num_out_tokens is not None
     routing = _route(routing_map, num_rows, capacity, topk)
+    check.tensor(name, "tokens", tokens, [routing.num_tokens, "H"], device=routing.device)
     output = permute_rows(tokens, routing)
     row_probs = inverse_map = None
     if probs is not None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tokenyard import check, conventions
 from tokenyard.ops.permute import permute, permute_slots
@@ -71,6 +72,24 @@ def read_mask_map(
         rows.flatten(), all_rows(num_rows, rows), bound, num_rows=num_rows
     )
     return routing, experts
+
+
+def route_ids(ids: Tensor, num_out_tokens: int | Tensor | None) -> Routing:
+    """The routing of ids [T,K], negative for none, with R rows; None, 0 and less: T*K.
+
+    Only their values would tell a bound of the ids, so all rows are taken for those of one expert.
+    """
+    num_tokens, top_k = ids.shape
+    num_slots = num_tokens * top_k
+    num_rows = 0 if num_out_tokens is None else num_out_tokens
+    num_rows = int(num_rows) if isinstance(num_rows, Tensor) else num_rows
+    num_rows = num_slots if num_rows <= 0 else num_rows
+    ids = ids.flatten()
+    ids = ids if ids.dtype == torch.int64 else ids.to(torch.int32)
+    slots = torch.where(ids >= 0, ids, torch.iinfo(ids.dtype).max).argsort(stable=True)
+    slots = torch.where(ids[slots] >= 0, slots, -1)[:num_rows]
+    slots = pad(slots, (0, num_rows - slots.shape[0]), value=-1)
+    return conventions.from_sorted_slots(slots, all_rows(num_rows, ids), top_k, num_tokens)
 
 
 def read_index_map(row_id_map: Tensor, num_rows: int, topk: int) -> Routing:

@@ -27,14 +27,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tokenyard import check, conventions
 from tokenyard.compat.te_maps import (
-    all_rows,
     permute_with_weights,
     read_index_map,
     read_mask_map,
+    route_ids,
     route_mask,
     slot_weights,
 )
@@ -46,6 +45,7 @@ from tokenyard.compat.te_router import (
 from tokenyard.ops.permute import permute
 from tokenyard.ops.sort_chunks import sort_chunks
 from tokenyard.ops.unpermute import unpermute
+from tokenyard.routing import Routing
 
 __all__ = [
     "fused_compute_score_for_moe_aux_loss",
@@ -69,7 +69,7 @@ def _name(function: str) -> str:
 def moe_permute(
     inp: Tensor,
     routing_map: Tensor,
-    num_out_tokens: int | Tensor,
+    num_out_tokens: int | Tensor = -1,
     max_token_num: int = -1,
     map_type: Literal["mask", "index"] = "mask",
     *,
@@ -90,29 +90,33 @@ def moe_permute(
     name = _name("moe_permute")
     check.choice(name, "map_type", map_type, MAP_TYPES)
     if map_type == "mask":
-        routing = route_mask(routing_map, num_out_tokens, topk)
+        routing = _route(name, inp, routing_map, num_out_tokens, topk)
         return permute(inp, routing), conventions.to_mask_map(routing)
-
     check.tensor(name, "routing_map", routing_map, ["T", "K"], dtypes=check.INTEGER_DTYPES)
-    num_tokens, top_k = routing_map.shape
-    num_slots = num_tokens * top_k
-    num_rows = int(num_out_tokens) if isinstance(num_out_tokens, Tensor) else num_out_tokens
-    num_rows = num_slots if num_rows <= 0 else num_rows
-    ids = routing_map.flatten().long()
-    # sorted without a bound on the ids, which only their values would tell
-    slots = torch.where(ids >= 0, ids, torch.iinfo(ids.dtype).max).argsort(stable=True)
-    in_use = torch.arange(num_slots, device=ids.device) < (ids >= 0).sum()
-    slots = pad(torch.where(in_use, slots, -1), (0, max(num_rows - num_slots, 0)), value=-1)
-    slots = slots[:num_rows]
-    routing = conventions.from_sorted_slots(slots, all_rows(num_rows, ids), top_k, num_tokens)
+    check.at_least(name, "routing_map.shape[1]", routing_map.shape[1], 1)
+    check.tensor(name, "inp", inp, [routing_map.shape[0], "H"], device=routing_map.device)
+    routing = route_ids(routing_map, num_out_tokens)
     return permute(inp, routing), conventions.to_row_id_map(routing)
+
+
+def _route(
+    function: str,
+    inp: Tensor,
+    routing_map: Tensor,
+    num_out_tokens: int | Tensor,
+    topk: int | None,
+    row_alignment: int = 1,
+) -> Routing:
+    routing = route_mask(routing_map, num_out_tokens, topk, row_alignment)
+    check.tensor(function, "inp", inp, [routing.num_tokens, "H"], device=routing.device)
+    return routing
 
 
 def moe_permute_with_probs(
     inp: Tensor,
     probs: Tensor,
     routing_map: Tensor,
-    num_out_tokens: int | Tensor,
+    num_out_tokens: int | Tensor = -1,
     *,
     topk: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,8 +131,9 @@ def moe_permute_with_probs(
     gradient to inp. Peer: adds that row's gradient to the token's, though the row does not depend on it.
     Differentiable in inp and probs; the gradient of probs is [T,E], zero where not routed.
     """
-    routing = route_mask(routing_map, num_out_tokens, topk)
-    weights = slot_weights(_name("moe_permute_with_probs"), "probs", probs, routing)
+    name = _name("moe_permute_with_probs")
+    routing = _route(name, inp, routing_map, num_out_tokens, topk)
+    weights = slot_weights(name, "probs", probs, routing)
     output, permuted_probs = permute_with_weights(inp, weights, routing)
     return output, permuted_probs, conventions.to_mask_map(routing)
 
@@ -161,7 +166,7 @@ def moe_permute_and_pad_with_probs(
     counts = tokens_per_expert.long()
     target = (counts + (align_size - 1)) // align_size * align_size
     num_rows, num_pairs = torch.stack([target.sum(), counts.sum()]).tolist()
-    routing = route_mask(routing_map, num_rows, topk, align_size)
+    routing = _route(name, inp, routing_map, num_rows, topk, align_size)
     weights = slot_weights(name, "probs", probs, routing)
     output, permuted_probs = permute_with_weights(inp, weights, routing)
     counts = counts.to(inp.device, non_blocking=True)

@@ -12,14 +12,19 @@ cuda_token_permute_torch       map A [R] int64, row -> slot: the slot t*K + k of
 The unpermute of the other pair raises an ArgumentError, by dtype, by length, and on the CPU by entries out
 of range. It cannot be detected when a map of the right length has been cast to the other's dtype.
 
+Both go with the grouped GEMMs, which see rows and counts only. From A to B: `conventions.from_sorted_slots`,
+then `conventions.to_row_id_map`; from B to A: `from_row_id_map`, then `to_sorted_slots`.
+
 As the peer, but defined where it is not:
-- CPU tensors, fp32 and fp64 (never read as another dtype), any strides
-- sums in fp32 (fp64 for fp64 rows), k ascending, rounded once
+- CPU tensors, fp32 and fp64 (never read as another dtype), any strides, any H
+- sums in fp32 (fp64 for fp64 rows), k ascending, rounded once. Peer: adds up in the dtype of the rows
+- for K = 1 the probabilities count and have a gradient. Peer: map B ignores them there
+- under autocast the grouped GEMMs compute in its dtype
 - an id of -1 has no row, whatever `num_negative_one_in_indices` says; it adds nothing, and its probability
   has gradient zero. Peer: map A gives it one of the first rows
 - rows that no slot or no expert owns are zero; no tokens, nothing routed and empty experts give results of
   the documented shapes, with gradients. Peer: returns its argument, or memory that it did not write
-Nothing waits for a GPU.
+Nothing waits for a GPU, but GEMMs without a kernel (fp64, or no Triton).
 
 >>> import torch
 >>> ids = torch.tensor([[1, 0], [2, 0], [2, 1], [0, 1], [1, 2]])
@@ -38,10 +43,17 @@ import torch
 from torch import Tensor
 
 from tokenyard import check, conventions
-from tokenyard.compat.grouped_gemm import check_entries, combine, multiply, offsets_of, route_ids
+from tokenyard.compat.grouped_gemm import (
+    check_entries,
+    combine,
+    multiply,
+    offsets_of,
+    route_indices,
+)
 from tokenyard.compat.te_maps import all_rows
 from tokenyard.ops.grouped_gemm import grouped_gemm
 from tokenyard.ops.permute import permute as permute_rows
+from tokenyard.ops.rows import autocast_dtype
 from tokenyard.ops.unpermute import unpermute as unpermute_rows
 from tokenyard.routing import Routing
 
@@ -95,9 +107,9 @@ def unpermute(input_act: Tensor, row_id_map: Tensor, probs: Tensor | None = None
     row_id_map  [K*T] int32 from `permute`, map B
     probs       [T,K] fp32 (any float dtype); None takes K as 1
 
-    Without probs each slot is a token of its own, as the peer has it: the result is [K*T,H], the plain
-    sum for K = 1 and for K > 1 the row of every slot in the order of the map. The plain sum over K > 1
-    is that with probs of ones.
+    Without probs each slot is a token of its own, as for the peer, since the map does not tell K: the result
+    is [K*T,H], for K = 1 the rows in token order, for K > 1 the row of each slot in the order of the map.
+    The plain sum over K > 1: probs of ones.
     Differentiable in input_act and probs. No host sync. An int64 map (map A, of `cuda_token_permute_torch`)
     is an ArgumentError. Peer: reads it as int32. `cuda_token_unpermute` is the same function.
     """
@@ -142,8 +154,8 @@ def cuda_token_unpermute_torch(
     row_id_map  [R] int64 from `cuda_token_permute_torch`, map A
     probs       [T,K] fp32 (any float dtype); None takes K as 1 and T as R
 
-    Without probs the result is [R,H], the row of every slot in the order t*K + k, as the peer has it;
-    after slots were dropped, T and K are not known without probs.
+    Without probs each slot is a token of its own, as for the peer: the result is [R,H], the row of each slot
+    in the order t*K + k, if none was dropped. The plain sum over K > 1: probs of ones.
     Differentiable in input_act and probs. No host sync. An int32 map (map B, of `permute`) is an
     ArgumentError.
     """
@@ -189,7 +201,7 @@ def m_grouped_gemm(A: Tensor, B: Tensor, size_per_group: Tensor, trans_b: bool =
     size_per_group  [E] rows of each group, any integer dtype, on the CPU or the device of A
     trans_b         whether B is [E,N,K]
 
-    As `group_gemm`, and differentiable in A and B. Peer: has no gradient here; wants unit last strides.
+    As `group_gemm`, and differentiable in A and B. Peer: no gradient; reads any operand as contiguous.
     """
     name = _name("m_grouped_gemm")
     return multiply(name, ("A", "B", "size_per_group"), A, B, size_per_group, trans_b)
@@ -204,11 +216,14 @@ def k_grouped_gemm(A: Tensor, B: Tensor, size_per_group: Tensor) -> Tensor:
 
     d_weights of `group_gemm` is k_grouped_gemm(d_out, x, split_sizes). An empty group gives zeros; rows
     past the last group are not read. Differentiable in A and B.
-    Peer: bf16 and fp16, no gradient; wants unit last strides.
+    Peer: bf16 and fp16, no gradient; reads any operand as contiguous.
     """
     name = _name("k_grouped_gemm")
     check.tensor(name, "A", A, ["R", "M"], dtypes=check.FLOAT_DTYPES)
     check.tensor(name, "B", B, [A.shape[0], "N"], device=A.device)
+    dtype = autocast_dtype(A)
+    if dtype is not None:
+        A, B = A.to(dtype), B.to(dtype)
     check.same_dtype(name, "B", B, "A", A.dtype)
     offsets = offsets_of(name, "size_per_group", size_per_group, A)
     result: Tensor = _Product.apply(A, B, offsets)  # type: ignore[no-untyped-call]
@@ -243,7 +258,7 @@ def _route(
     num_topK: int | None,
     num_out_tokens: int | Tensor | None,
 ) -> Routing:
-    routing = route_ids(function, input_act, indices, num_out_tokens)
+    routing = route_indices(function, input_act, indices, num_out_tokens)
     if num_topK is not None and num_topK != routing.top_k:
         check.fail(function, "num_topK", f"{routing.top_k}, the K of `indices`", num_topK)
     return routing

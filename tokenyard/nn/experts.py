@@ -5,9 +5,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from tokenyard.ops.activation import UNGATED, Activation, GateUpLayout
+from tokenyard import check
+from tokenyard.ops.activation import UNGATED, Activation, GateUpLayout, check_activation
 from tokenyard.ops.expert_mlp import expert_mlp
-from tokenyard.ops.grouped_gemm import WeightLayout
+from tokenyard.ops.grouped_gemm import LAYOUTS, WeightLayout
 from tokenyard.ops.unpermute import Reduction
 from tokenyard.routing import Routing
 
@@ -36,6 +37,8 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_activation("nn.Experts", "activation", activation, "gate_up_layout", gate_up_layout)
+        check.choice("nn.Experts", "weight_layout", weight_layout, LAYOUTS)
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size, self.activation = intermediate_size, activation
         self.gate_up_layout, self.weight_layout = gate_up_layout, weight_layout

@@ -1,11 +1,14 @@
 """The Mixture-of-Experts block: router, experts, and an optional shared expert."""
 
+import math
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tokenyard import check
 from tokenyard.nn.experts import Experts
 from tokenyard.nn.router import Router
 from tokenyard.ops.activation import Activation
@@ -57,8 +60,8 @@ class MoE(nn.Module):
     shared_gate                weigh the shared expert by a sigmoid gate (Qwen2-MoE, Qwen3-Next)
     capacity_factor            most slots per expert as a multiple of the mean T*K/E; None drops none
     drop                       which slots go beyond it, see `tokenyard.route`
-    router                     options of `Router` beyond its sizes; default: softmax over all experts,
-                               weights renormalised to sum 1 (Mixtral, Qwen3-MoE)
+    router                     options of `Router` beyond its sizes; weights are renormalised to sum 1
+                               (Mixtral, Qwen3-MoE) unless they include `normalize`
     experts                    options of `Experts` beyond its sizes and activation
 
     State dict: gate.weight, experts.gate_up_proj, experts.down_proj, shared_expert.*, ...
@@ -89,7 +92,17 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.capacity_factor, self.drop = capacity_factor, drop
-        options = {"normalize": "sum"} if router is None else router
+        self._capacity_ratio: Fraction | None = None
+        if capacity_factor is not None:
+            check.number("nn.MoE", "capacity_factor", capacity_factor)
+            if not 0 <= capacity_factor < math.inf:
+                check.fail(
+                    "nn.MoE", "capacity_factor", "a finite number from 0 on", capacity_factor
+                )
+            # the decimal that was written, so that 1.1 of 100 is 110
+            self._capacity_ratio = Fraction(str(capacity_factor)) * top_k / num_experts
+        check.choice("nn.MoE", "drop", drop, ("position", "weight"))
+        options = {"normalize": "sum"} | (router or {})
         self.gate = Router(hidden_size, num_experts, top_k, device=device, dtype=dtype, **options)
         self.experts = Experts(
             num_experts,
@@ -115,10 +128,8 @@ class MoE(nn.Module):
 
     def capacity(self, num_tokens: int) -> int | None:
         """Most slots that one expert takes of `num_tokens` tokens; None for no bound."""
-        if self.capacity_factor is None:
-            return None
-        mean = num_tokens * self.gate.top_k / self.gate.num_experts
-        return int(-(-mean * self.capacity_factor // 1))
+        ratio = self._capacity_ratio
+        return None if ratio is None else -(-num_tokens * ratio.numerator // ratio.denominator)
 
     def forward(
         self, x: Tensor, topk_indices: Tensor | None = None

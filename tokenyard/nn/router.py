@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tokenyard import check
 from tokenyard.ops.losses import update_selection_bias
 from tokenyard.ops.topk import topk
 
@@ -18,6 +20,16 @@ class RouterOutput(NamedTuple):
     router_logits: Tensor
     topk_weights: Tensor
     topk_indices: Tensor
+
+
+TOPK_OPTIONS = sorted((topk.__kwdefaults__ or {}).keys() - {"selection_bias", "topk_indices"})
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Nothing where the device knows no autocast, as "meta"."""
+    if torch.amp.is_autocast_available(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 class Router(nn.Module):
@@ -45,6 +57,11 @@ class Router(nn.Module):
         **topk_options: Any,
     ) -> None:
         super().__init__()
+        check.at_least("nn.Router", "top_k", top_k, 1)
+        if top_k > num_experts:
+            check.fail("nn.Router", "top_k", f"1 to E = {num_experts}", top_k)
+        for option in topk_options:
+            check.choice("nn.Router", "topk_options", option, TOPK_OPTIONS)
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
         self.topk_options = topk_options
         self.weight = nn.Parameter(
@@ -77,8 +94,9 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, topk_indices: Tensor | None = None) -> RouterOutput:
         """x [T,H]; `topk_indices` [T,K] are used instead of a choice (replay, hash routing)."""
+        check.tensor("nn.Router", "x", x, ["T", self.hidden_size])
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             bias = None if self.bias is None else self.bias.to(dtype)
             router_logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)
         weights, indices = topk(

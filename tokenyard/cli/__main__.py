@@ -1,0 +1,5 @@
+"""python -m tokenyard.cli"""
+
+from tokenyard.cli import main
+
+main()
