@@ -107,31 +107,64 @@ def test_use_works_again() -> None:
             with again:
                 assert backend._backend == "reference"
         assert backend._backend == "auto"
+    with use("triton"):
+        with again:
+            assert backend._backend == "reference"
+        assert backend._backend == "triton"
 
 
-def test_explain_knows_every_operator_and_no_other() -> None:
-    operators = {*tokenyard.__all__} & {*backend.KERNELS, *backend.NO_KERNELS}
-    assert operators == {*backend.KERNELS, *backend.NO_KERNELS} - {"conventions.from_routing_map"}
-    for operator in operators:
-        assert explain(operator, CPU).startswith(f"{operator}: definition")
-    with pytest.raises(
-        ArgumentError, match=r"explain: `operator`: expected one of .*, got 'routing'"
-    ):
-        explain("routing")
+def test_explain_knows_every_operator_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    others = {"ArgumentError", "RankTree", "Routing", "conventions", "explain", "nn", "use"}
+    definitions = {f"{name}_reference" for name in backend.KERNELS}
+    operators = {*tokenyard.__all__} - others - definitions
+    assert operators | {"conventions.from_routing_map"} == {*backend.KERNELS}
+    for operator, module in backend.KERNELS.items():
+        reason = "it has no Triton kernel" if module is None else "definitions serve cpu"
+        assert explain(operator, CPU) == f"{operator}: definition ({reason})"
+    for unknown in ("nonsense", "routing", "route_mask"):
+        message = rf"tokenyard\.explain: `operator`: expected one of .*, got '{unknown}'"
+        with pytest.raises(ArgumentError, match=message):
+            explain(unknown)
+
+
+def test_the_error_of_an_operator_names_it() -> None:
+    x, routing = torch.zeros(2, 4), tokenyard.route(torch.tensor([[0], [1]]), 2)
+    with use("triton"), pytest.raises(RuntimeError, match=r"^tokenyard\.activation: .* no Triton"):
+        tokenyard.activation(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_triton_installed", lambda: False)
+        backend._kernels.cache_clear()
+        for name, call in (
+            ("route", lambda: tokenyard.route(torch.tensor([[0], [1]]), 2)),
+            ("permute_slots", lambda: tokenyard.permute_slots(x[:, :1], routing)),
+            (
+                r"conventions\.from_routing_map",
+                lambda: tokenyard.conventions.from_routing_map(x.bool()),
+            ),
+        ):
+            with (
+                use("triton"),
+                pytest.raises(RuntimeError, match=rf"^tokenyard\.{name}: .* not inst"),
+            ):
+                call()
+    backend._kernels.cache_clear()
 
 
 def test_fp64_takes_the_definition_whatever_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    backend._kernels.cache_clear()
     with use("triton"):
-        for operator in ("topk", "grouped_gemm"):
+        for operator in backend.WITHOUT_FP64:
             assert backend.kernels(operator, CPU.double()) is None
             assert "definition (its kernels do not" in explain(operator, CPU.double())
             assert "Triton kernel" in explain(operator, CPU)
+    backend._kernels.cache_clear()
 
 
 def test_a_kernel_that_is_listed_exists() -> None:
     """Each module of KERNELS is a file; importing it needs Triton."""
     folder = backend.__file__.replace("backend.py", "kernels")
-    for name in backend.KERNELS.values():
+    for name in filter(None, backend.KERNELS.values()):
         with open(f"{folder}/{name}.py", encoding="utf-8"):
             pass

@@ -638,14 +638,32 @@ def test_bad_arguments(
 
 def test_values_that_int32_does_not_hold() -> None:
     far = torch.tensor([2**32 + 1, 2**32 + 5])
-    assert conventions.from_group_ends(far).tolist() == [0, 2**31 - 1, 2**31 - 1]
+    most = 2**31 - 1
+    assert conventions.from_group_ends(far).tolist() == [0, most, most]
+    assert conventions.from_group_ends(5 - far).tolist() == [0, -most - 1, -most - 1]
+    assert conventions.from_group_counts(far).tolist() == [0, most, most]
+    assert conventions.from_group_counts(torch.tensor([2**62 + 1] * 4)).tolist() == [0, *4 * [most]]
+    ends, counts = conventions.from_padded_bins(far, torch.tensor([most + 3, 2**33 + 1]))
+    assert ends.tolist() == [0, most, most] and counts.tolist() == [most, 0]
+    assert conventions.from_group_ends(torch.tensor([3, 200], dtype=torch.uint8)).tolist() == [
+        0,
+        3,
+        200,
+    ]
     offsets = torch.tensor([0, 1, 2])
     for dropped in (-3, 1.7):
         with pytest.raises(ArgumentError, match="`num_dropped`: expected"):
             conventions.from_row_id_map(torch.tensor([0, 1]), offsets, 1, num_dropped=dropped)
+        with pytest.raises(ArgumentError, match="from_mask_map: `num_dropped`: expected"):
+            conventions.from_mask_map(MASK, num_dropped=dropped)
+    many = torch.tensor(2**32 + 1)
+    routing = conventions.from_row_id_map(torch.tensor([0, 1]), offsets, 1, num_dropped=many)
+    assert routing.num_dropped == most
 
 
 def test_errors_of_a_mask_name_the_public_function() -> None:
     mask = torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ArgumentError, match=r"conventions\.from_routing_map: `num_rows`"):
-        conventions.from_routing_map(mask, num_rows=-1)
+    for argument, value in (("num_rows", -1), ("row_alignment", 0), ("row_alignment", 2**30)):
+        message = rf"^tokenyard\.conventions\.from_routing_map: `{argument}`: expected"
+        with pytest.raises(ArgumentError, match=message):
+            conventions.from_routing_map(mask, **{argument: value})

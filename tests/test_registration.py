@@ -35,12 +35,14 @@ class Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         if func.namespace == "tokenyard":
             self.seen.append(func.name())
+            self.calls.append((func, args))
         return func(*args, **(kwargs or {}))
 
 
@@ -208,6 +210,83 @@ def test_subclasses_take_the_registered_way(call: Call) -> None:
     with Operators() as mode:
         call(routing, *inputs)
     assert mode.seen == [f"tokenyard::{call.operator}"]
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+def called(call: Call) -> Tensor:
+    routing, inputs = make(call)
+    return call(routing, *inputs)
+
+
+def ids() -> Tensor:
+    return torch.randint(-1, 4, (8, 2))
+
+
+EVERY_OP: dict[str, Callable[[], Any]] = {
+    name: lambda call=call: called(call) for name, call in CALLS.items()
+}
+EVERY_OP |= {
+    "activation": lambda: tokenyard.activation(random(8, 6), "clamped_swiglu", "interleaved"),
+    "activation, ungated": lambda: tokenyard.activation(random(8, 6), "silu"),
+    "topk": lambda: tokenyard.topk(random(8, 6), 2, score="softmax", normalize="sum")[0],
+    "topk, elementwise": lambda: tokenyard.topk(random(8, 6), 2, score="identity")[0],
+    "topk, groups": lambda: tokenyard.topk(
+        random(8, 6), 2, num_groups=2, selection_bias=torch.rand(6)
+    )[0],
+    "topk, given": lambda: tokenyard.topk(random(8, 4), 2, topk_indices=ids())[0],
+    "route": lambda: tokenyard.route(ids(), 3, row_alignment=4),
+    "route, by weight": lambda: tokenyard.route(
+        ids(), 3, capacity=2, drop="weight", topk_weights=torch.rand(8, 2)
+    ),
+    "route_mask": lambda: tokenyard.conventions.from_routing_map(torch.rand(8, 3) < 0.5, top_k=2),
+}
+
+
+def laid_out(value: Any, layout: str, differentiable: bool) -> Any:
+    """The same values transposed or with other rows between, or floats of one row only."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    result = value.detach()
+    if layout == "transposed" and value.dim() > 1:
+        result = result.mT.contiguous().mT
+    elif layout == "strided rows":
+        result = result.repeat_interleave(2, dim=0)[::2]
+    elif layout == "expanded" and value.is_floating_point():
+        result = result[:1].expand(value.shape)
+    return result.requires_grad_(differentiable and value.is_floating_point())
+
+
+@pytest.mark.parametrize("name", EVERY_OP)
+@pytest.mark.parametrize("layout", ["transposed", "strided rows", "expanded"])
+def test_opcheck_of_any_strides(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every op that a call and its backward reach: what the fakes promise is what comes."""
+    monkeypatch.setattr(Operator, "__call__", lambda self, *args: self.registered(*args))
+    with Operators() as mode:
+        out = EVERY_OP[name]()
+        if isinstance(out, Tensor):
+            out.backward(torch.randn_like(out))
+    assert mode.seen[-1].endswith("_backward") == isinstance(out, Tensor)
+    for op, args in mode.calls:
+        forward = not op.name().endswith("_backward")
+        torch.library.opcheck(op, tuple(laid_out(value, layout, forward) for value in args))
+
+
+def test_compiled_on_a_transposed_input() -> None:
+    """Inductor reads outputs by the strides that were promised."""
+    weight, a_TH = torch.randn(6, 5), torch.randn(9, 5)
+
+    def experts(weight: Tensor, a_TH: Tensor) -> Tensor:
+        return tokenyard.route(tokenyard.topk((weight @ a_TH.t()).t(), 2)[1], 6).row_of_slot
+
+    def activated(weight: Tensor, a_TH: Tensor) -> Tensor:
+        return tokenyard.activation((weight @ a_TH.t()).t(), "silu") * 2
+
+    for function in (experts, activated):
+        compiled = torch.compile(function, fullgraph=True)
+        torch.testing.assert_close(compiled(weight, a_TH), function(weight, a_TH))
 
 
 class Layer(nn.Module):

@@ -303,6 +303,7 @@ def test_validate_checks_dtype_shape_device(routing: Routing, name: str) -> None
     rejects(field.long(), f"{name} is int32, not torch.int64")
     if name == "topk_indices":
         rejects(field[1:], "row_of_slot has shape [4, 2], not [5, 2]")
+        rejects(field[0], "topk_indices has shape [T, K], not [2]")
         rejects(field.to("meta"), "row_of_slot is on meta")
     else:
         rejects(field[None].expand(2, *field.shape), f"{name} has shape")

@@ -16,20 +16,25 @@ from torch import Tensor
 from tokenyard import check
 
 BACKENDS = ("auto", "reference", "triton")
-KERNELS = {
+KERNELS: dict[str, str | None] = {
+    "activation": None,
     "conventions.from_routing_map": "routing_mask",
+    "expert_mlp": None,
     "grouped_gemm": "grouped_gemm",
+    "grouped_gemm_add_weight_gradient": "grouped_gemm",
+    "load_balance_loss": None,
     "permute": "permute",
     "permute_slots": "permute",
     "route": "routing",
     "sort_chunks": "sort_chunks",
     "topk": "topk",
     "unpermute": "unpermute",
+    "update_selection_bias": None,
+    "z_loss": None,
 }
-"""Operators that have Triton kernels, and the module under `tokenyard.kernels` that holds them."""
-NO_KERNELS = ("activation", "expert_mlp", "load_balance_loss", "update_selection_bias", "z_loss")
-DEFINED_FP64 = frozenset({"grouped_gemm", "topk"})
-"""Operators whose definition serves fp64, whatever the backend."""
+"""Every operator, and the module under `tokenyard.kernels` that holds its kernels."""
+WITHOUT_FP64 = frozenset({"grouped_gemm", "grouped_gemm_add_weight_gradient", "topk"})
+"""Operators whose kernels do not compute in fp64: there the definition serves, whatever the backend."""
 
 _backend = "auto"
 
@@ -38,8 +43,8 @@ class use(AbstractContextManager[None]):
     """Choose the backend of every operator: `"auto"`, `"reference"` or `"triton"`.
 
     `"auto"` takes the Triton kernel for tensors on a GPU where one exists, else the definition.
-    `"reference"` always takes the definition; `"triton"` raises where no kernel can run. fp64 of `topk`
-    and `grouped_gemm`, and `route` with drop="weight", take the definition always.
+    `"reference"` always takes the definition; `"triton"` raises where no kernel can run, but for
+    fp64 in `topk` and `grouped_gemm` and drop="weight" in `route`, which always take the definition.
     Takes effect at once; as a context manager it restores the previous choice at the end.
 
     >>> import tokenyard
@@ -73,6 +78,7 @@ class use(AbstractContextManager[None]):
     ) -> None:
         global _backend
         _backend = self._previous.pop()
+        self._switched = False
 
 
 @cache
@@ -83,7 +89,7 @@ def _triton_installed() -> bool:
 def _choose(operator: str, device: str) -> tuple[bool, str]:
     if _backend == "reference":
         return False, 'backend "reference" is in use'
-    if operator not in KERNELS:
+    if KERNELS.get(operator) is None:
         return False, "it has no Triton kernel"
     if not _triton_installed():
         return False, "Triton is not installed"
@@ -96,7 +102,7 @@ def _choose(operator: str, device: str) -> tuple[bool, str]:
 
 def kernels(operator: str, tensor: Tensor) -> ModuleType | None:
     """The Triton module of `operator` for such a tensor, or None where the definition serves."""
-    if operator in DEFINED_FP64 and tensor.dtype == torch.float64:
+    if tensor.dtype == torch.float64 and operator in WITHOUT_FP64:
         return None
     return _kernels(operator, tensor.device.type, _backend)
 
@@ -112,9 +118,16 @@ def _kernels(operator: str, device: str, backend: str) -> ModuleType | None:
 
 
 def explain(operator: str, tensor: Tensor | None = None) -> str:
-    """Say in one line which implementation `operator` takes for `tensor` (default: a CPU tensor), and why."""
-    check.choice("explain", "operator", operator, (*KERNELS, *NO_KERNELS))
+    """Say in one line which implementation `operator` takes for `tensor` (default: a CPU tensor), and why.
+
+    `use` says which arguments take the definition in spite of a kernel. Raises ArgumentError.
+
+    >>> explain("activation")
+    'activation: definition (it has no Triton kernel)'
+    """
+    check.choice("explain", "operator", operator, tuple(KERNELS))
     chosen, reason = _choose(operator, "cpu" if tensor is None else tensor.device.type)
-    if chosen and tensor is not None and operator in DEFINED_FP64 and tensor.dtype == torch.float64:
+    fp64 = tensor is not None and tensor.dtype == torch.float64
+    if chosen and fp64 and operator in WITHOUT_FP64:
         chosen, reason = False, "its kernels do not compute in fp64"
     return f"{operator}: {'Triton kernel' if chosen else 'definition'} ({reason})"

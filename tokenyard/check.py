@@ -40,20 +40,24 @@ def tensor(
     """`shape` gives each dimension as a number that must hold or a letter that names it."""
     if not isinstance(value, Tensor):
         fail(operator, argument, "a tensor", describe(value))
-    if shape is not None:
-        bad = value.dim() != len(shape)
-        if not bad:
-            for got, want in zip(value.shape, shape):
-                if not isinstance(want, str) and got != want:
-                    bad = True
-        if bad:
-            wanted = ", ".join(str(want) for want in shape)
-            fail(operator, argument, f"shape [{wanted}]", describe(value))
+    if shape is not None and not has_shape(value, shape):
+        fail(operator, argument, f"shape {shape_text(shape)}", describe(value))
     if dtypes is not None and value.dtype not in dtypes:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         fail(operator, argument, f"dtype in {{{names}}}", describe(value))
     if device is not None and value.device != device:
         fail(operator, argument, f"device {device}, that of the other arguments", describe(value))
+
+
+def has_shape(value: Tensor, shape: Sequence[int | str]) -> bool:
+    fits = value.dim() == len(shape)
+    for got, want in zip(value.shape, shape):
+        fits = fits and (isinstance(want, str) or got == want)
+    return fits
+
+
+def shape_text(shape: Sequence[int | str]) -> str:
+    return f"[{', '.join(str(size) for size in shape)}]"
 
 
 def same_dtype(operator: str, argument: str, value: Tensor, other: str, dtype: torch.dtype) -> None:
@@ -74,9 +78,7 @@ def at_least(operator: str, argument: str, value: int, minimum: int) -> None:
 
 
 def number(operator: str, argument: str, value: object) -> None:
-    if not isinstance(value, int | float | torch.SymInt | torch.SymFloat) or isinstance(
-        value, bool
-    ):
+    if not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
         fail(operator, argument, "a number", describe(value))
 
 

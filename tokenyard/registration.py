@@ -2,6 +2,7 @@
 
 Eager calls go through a `torch.autograd.Function` (14 to 20 us of host time), compiled and exported ones,
 and tensor subclasses such as fake tensors, through the custom op `tokenyard::<name>`.
+Not supported: batched gradients (`is_grads_batched`), `torch.func.grad` and `vmap`, double backward.
 """
 
 import functools

@@ -137,21 +137,14 @@ pytree.register_pytree_node(
 
 
 def _validate(routing: Routing) -> None:
-    for name, letters in (("topk_indices", "TK"), ("slot_of_row", "R")):
-        got = list(getattr(routing, name).shape)
-        if len(got) != len(letters):
-            raise ValueError(
-                f"tokenyard.Routing: invariant broken: {name} has shape [{','.join(letters)}], not {got}"
-            )
-    num_experts, num_rows = routing.num_experts, routing.num_rows
-    num_slots = routing.num_tokens * routing.top_k
-    shapes = {
-        "topk_indices": (routing.num_tokens, routing.top_k),
-        "row_of_slot": (routing.num_tokens, routing.top_k),
-        "slot_of_row": (num_rows,),
-        "expert_offsets": (num_experts + 1,),
-        "tokens_per_expert": (num_experts,),
-        "num_dropped": (),
+    num_experts = routing.num_experts
+    shapes: dict[str, list[int | str]] = {
+        "topk_indices": ["T", "K"],
+        "row_of_slot": list(routing.topk_indices.shape),
+        "slot_of_row": ["R"],
+        "expert_offsets": [num_experts + 1],
+        "tokens_per_expert": [num_experts],
+        "num_dropped": [],
     }
 
     def require(holds: Tensor | bool, invariant: str) -> None:
@@ -161,9 +154,11 @@ def _validate(routing: Routing) -> None:
     for name, shape in shapes.items():
         value = getattr(routing, name)
         require(value.dtype == torch.int32, f"{name} is int32, not {value.dtype}")
-        require(value.shape == shape, f"{name} has shape {list(shape)}, not {list(value.shape)}")
+        wanted, got = check.shape_text(shape), list(value.shape)
+        require(check.has_shape(value, shape), f"{name} has shape {wanted}, not {got}")
         require(value.device == routing.device, f"{name} is on {routing.device}")
 
+    num_rows, num_slots = routing.num_rows, routing.num_tokens * routing.top_k
     experts = routing.topk_indices.flatten()
     rows, slots = routing.row_of_slot.flatten(), routing.slot_of_row
     offsets, counts = routing.expert_offsets, routing.tokens_per_expert

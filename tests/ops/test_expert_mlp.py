@@ -345,6 +345,12 @@ def test_errors_name_operator_and_argument(argument: str, changes: dict[str, Any
         tokenyard.expert_mlp(**arguments)
 
 
+def test_the_error_of_a_weight_names_an_argument_of_the_operator() -> None:
+    arguments = make(SPECIAL["aligned"], 4, 3, FP32) | {"w_down": torch.zeros(4, 4, 3, dtype=FP64)}
+    with pytest.raises(ArgumentError, match=r"`w_down`: expected .*, the dtype of `x`, got"):
+        tokenyard.expert_mlp(routing=SPECIAL["aligned"].route(), **arguments)
+
+
 def test_compile_by_inductor_with_weights_stored_transposed() -> None:
     """The gradients have the strides that were promised to the compiler."""
     case = random_case(9, 3, 2)

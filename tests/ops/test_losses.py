@@ -291,6 +291,15 @@ def test_a_group_without_effect_is_refused() -> None:
         load_balance_loss(probs, ids, num_experts=2, group=group)
 
 
+def test_a_mask_on_another_device() -> None:
+    mask = torch.ones(3, dtype=torch.bool, device="meta")
+    probs, ids = torch.rand(3, 2), torch.zeros(3, 1, dtype=torch.int64)
+    with pytest.raises(ArgumentError, match="z_loss: `token_mask`: expected device cpu"):
+        z_loss(probs, token_mask=mask)
+    with pytest.raises(ArgumentError, match="balance_loss: `token_mask`: expected device cpu"):
+        load_balance_loss(probs, ids, num_experts=2, token_mask=mask)
+
+
 def test_no_choices() -> None:
     with pytest.raises(ArgumentError, match=r"`topk_indices.shape\[1\]`: expected at least 1"):
         load_balance_loss(torch.rand(3, 2), torch.zeros(3, 0, dtype=torch.int64), num_experts=2)

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from cases import MOVED, assert_same_bits, wide
@@ -199,6 +200,10 @@ def test_fractions_and_complex_numbers_are_refused() -> None:
     x = torch.arange(4.0)[:, None]
     with pytest.raises(ArgumentError, match="`split_sizes`: expected dtype in"):
         tokenyard.sort_chunks(x, [2.7, 1.3], [1, 0])  # type: ignore[list-item]
+    with pytest.raises(ArgumentError, match="`order`: expected dtype in"):
+        tokenyard.sort_chunks(x, [3, 1], [1.0, 0.0])  # type: ignore[list-item]
+    sizes = np.array([3, 1])
+    assert torch.equal(tokenyard.sort_chunks(x, sizes, (1, 0)), x[[3, 0, 1, 2]])
     with pytest.raises(ArgumentError, match="`x`: expected a real dtype"):
         tokenyard.sort_chunks(x + 1j, [3, 1], [1, 0])
     assert torch.equal(tokenyard.sort_chunks(x, [], []), x)

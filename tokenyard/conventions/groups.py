@@ -22,9 +22,14 @@ def checked(function: str, routing: Routing) -> Routing:
     return routing
 
 
+def to_int32(values: Tensor) -> Tensor:
+    """Values that int32 does not hold become its bounds: none wraps into the valid range."""
+    return values.long().clamp(-check.INT32_MAX - 1, check.INT32_MAX).to(torch.int32)
+
+
 def aligned_offsets(function: str, counts: Tensor, row_alignment: int) -> Tensor:
     check.at_least(f"conventions.{function}", "row_alignment", row_alignment, 1)
-    aligned = (counts.long() + (row_alignment - 1)) // row_alignment * row_alignment
+    aligned = (to_int32(counts).long() + (row_alignment - 1)) // row_alignment * row_alignment
     return pad(aligned.cumsum(0), (1, 0))
 
 
@@ -46,7 +51,7 @@ def from_group_ends(group_ends: Tensor) -> Tensor:
     [0, 3, 7, 10]
     """
     check_ints("from_group_ends", "group_ends", group_ends, ["E"])
-    return pad(group_ends.long().clamp(max=check.INT32_MAX).to(torch.int32), (1, 0))
+    return pad(to_int32(group_ends), (1, 0))
 
 
 def to_group_counts(
@@ -76,7 +81,7 @@ def from_group_counts(
     """
     check_ints("from_group_counts", "group_counts", group_counts, ["E"])
     counts = group_counts.to(device=device, non_blocking=True)
-    return aligned_offsets("from_group_counts", counts, row_alignment).to(torch.int32)
+    return to_int32(aligned_offsets("from_group_counts", counts, row_alignment))
 
 
 def to_padded_bins(routing: Routing) -> tuple[Tensor, Tensor]:
@@ -101,7 +106,7 @@ def from_padded_bins(padded_bins: Tensor, bins: Tensor) -> tuple[Tensor, Tensor]
     """
     check_ints("from_padded_bins", "padded_bins", padded_bins, ["E"])
     check_ints("from_padded_bins", "bins", bins, list(padded_bins.shape), padded_bins)
-    return from_group_ends(padded_bins), from_group_ends(bins).diff()
+    return from_group_ends(padded_bins), to_int32(from_group_ends(bins).long().diff())
 
 
 def to_expert_of_row(routing: Routing) -> Tensor:

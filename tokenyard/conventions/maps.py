@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tokenyard import check
-from tokenyard.conventions.groups import aligned_offsets, check_ints, checked
+from tokenyard.conventions.groups import aligned_offsets, check_ints, checked, to_int32
 from tokenyard.routing import Routing, route_mask
 
 if TYPE_CHECKING:
@@ -45,6 +45,15 @@ def _expert_or_end(routing: Routing) -> Tensor:
     return torch.where(routing.topk_indices >= 0, routing.topk_indices, routing.num_experts).long()
 
 
+def _dropped(function: str, num_dropped: Tensor | int, like: Tensor) -> Tensor:
+    """[] `num_dropped`, on the device of `like`."""
+    if isinstance(num_dropped, Tensor):
+        check_ints(function, "num_dropped", num_dropped, [], like)
+        return num_dropped
+    check.at_least(f"conventions.{function}", "num_dropped", num_dropped, 0)
+    return torch.full((), num_dropped, device=like.device)
+
+
 def _record(
     function: str,
     row_of_slot: Tensor,
@@ -67,11 +76,7 @@ def _record(
     check.multiple_of(operator, "num_rows", num_rows, row_alignment, "row_alignment")
     check.fits_int32(operator, "num_rows", num_rows, "R")
     check.fits_int32(operator, "top_k", num_slots, "T*K")
-    if isinstance(num_dropped, Tensor):
-        check_ints(function, "num_dropped", num_dropped, [], row_of_slot)
-    else:
-        check.at_least(operator, "num_dropped", num_dropped, 0)
-        num_dropped = torch.full((), num_dropped, device=row_of_slot.device)
+    num_dropped = _dropped(function, num_dropped, row_of_slot)
 
     offsets = expert_offsets.long().clamp(0, num_rows)
     rows = row_of_slot.long().contiguous()
@@ -88,7 +93,7 @@ def _record(
         slot_of_row=slot_of_row.to(torch.int32),
         expert_offsets=offsets.to(torch.int32),
         tokens_per_expert=owned_before[offsets].diff().clamp(min=0).to(torch.int32),
-        num_dropped=num_dropped.to(torch.int32),
+        num_dropped=to_int32(num_dropped),
         num_experts=num_experts,
         row_alignment=row_alignment,
     )
@@ -286,7 +291,8 @@ def from_mask_map(
         counts.scatter_add_(0, key.flatten(), torch.ones_like(key).flatten())
         expert_offsets = aligned_offsets(name, counts[:-1], layout.get("row_alignment", 1))
     layout["num_rows"] = num_rows
-    layout["num_dropped"] = layout.get("num_dropped", 0) + (listed & (rows >= num_rows)).sum()
+    num_dropped = _dropped(name, layout.get("num_dropped", 0), mask_map)
+    layout["num_dropped"] = num_dropped + (listed & (rows >= num_rows)).sum()
     key, order = key.sort(dim=1, stable=True)
     rows = torch.where(listed, rows, -1).gather(1, order)
     short = (0, max(top_k - num_experts, 0))

@@ -94,13 +94,13 @@ def _split(gate_up: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 def _definition(gate_up: Tensor, kind: str, layout: str) -> Tensor:
     acc = accumulation_dtype(gate_up.dtype)
     if kind in UNGATED:
-        return _act(gate_up.to(acc), kind).to(gate_up.dtype).contiguous()
+        return _act(gate_up.to(acc), kind).to(gate_up.dtype)
     gate, up = (part.to(acc) for part in _split(gate_up, layout))
     if kind == "clamped_swiglu":
         gate = gate.clamp(max=CLAMPED_LIMIT)
         up = up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT) + 1
-        return (gate * (CLAMPED_ALPHA * gate).sigmoid() * up).to(gate_up.dtype).contiguous()
-    return (_act(gate, _FUNCTION[kind]) * up).to(gate_up.dtype).contiguous()
+        return (gate * (CLAMPED_ALPHA * gate).sigmoid() * up).to(gate_up.dtype)
+    return (_act(gate, _FUNCTION[kind]) * up).to(gate_up.dtype)
 
 
 def activation_reference(
@@ -121,7 +121,7 @@ def activation_backward_reference(
     d_out = d_out.to(acc)
     if kind in UNGATED:
         out, slope = _act_and_slope(gate_up.to(acc), kind)
-        return (d_out * slope).to(gate_up.dtype).contiguous(), out.to(gate_up.dtype)
+        return (d_out * slope).to(gate_up.dtype), out.to(gate_up.dtype)
 
     gate_raw, up_raw = (part.to(acc) for part in _split(gate_up, layout))
     if kind == "clamped_swiglu":
@@ -146,7 +146,9 @@ def activation_backward_reference(
 
 def _forward(gate_up: Tensor, kind: str, layout: str) -> Tensor:
     kernels = backend.kernels("activation", gate_up)
-    return (_definition if kernels is None else kernels.activation)(gate_up, kind, layout)
+    if kernels is not None:
+        return kernels.activation(gate_up, kind, layout)
+    return _definition(gate_up, kind, layout).contiguous()
 
 
 def activation_size(gate_up_size: int, kind: str) -> int:
@@ -162,7 +164,8 @@ def _backward(d_out: Tensor, gate_up: Tensor, kind: str, layout: str) -> Tensor:
     kernels = backend.kernels("activation", gate_up)
     if kernels is not None:
         return kernels.activation_backward(d_out, gate_up, kind, layout)
-    return activation_backward_reference(d_out, gate_up, kind, layout)[0]  # type: ignore[arg-type]
+    d_gate_up, _ = activation_backward_reference(d_out, gate_up, kind, layout)  # type: ignore[arg-type]
+    return d_gate_up.contiguous()
 
 
 def _backward_fake(d_out: Tensor, gate_up: Tensor, kind: str, layout: str) -> Tensor:

@@ -217,7 +217,7 @@ def _add_weight_gradient(
     a: Tensor, b: Tensor, expert_offsets: Tensor, tokens_per_expert: Tensor, out: Tensor
 ) -> None:
     """out[e] += sum over the rows r of e of a[r] b[r]^T."""
-    kernels = backend.kernels("grouped_gemm", a)
+    kernels = backend.kernels("grouped_gemm_add_weight_gradient", a)
     if kernels is not None and out.is_contiguous():
         kernels.weight_gradient(a, b, expert_offsets, tokens_per_expert, out, True)
         return

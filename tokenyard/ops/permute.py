@@ -84,7 +84,7 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
 
 
 def _slots_forward(values: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> Tensor:
-    kernels = backend.kernels("permute", values)
+    kernels = backend.kernels("permute_slots", values)
     if kernels is not None:
         return kernels.gather_values(values.flatten(), slot_of_row)
     return gather_rows(values.flatten(), slot_of_row)
@@ -95,7 +95,7 @@ def _slots_fake(values: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> Ten
 
 
 def _slots_backward(d_rows: Tensor, row_of_slot: Tensor) -> Tensor:
-    kernels = backend.kernels("permute", d_rows)
+    kernels = backend.kernels("permute_slots", d_rows)
     if kernels is not None:
         return kernels.gather_values(d_rows, row_of_slot.flatten()).view(row_of_slot.shape)
     return gather_rows(d_rows, row_of_slot.flatten()).view(row_of_slot.shape)

@@ -28,7 +28,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_moved(operator: str, argument: str, value: Tensor) -> None:
-    """Rows of any dtype can be moved, but the sums of their gradients are real."""
+    """Every dtype moves but the complex ones, which neither the sums of gradients nor the kernels know."""
     if value.is_complex():
         check.fail(operator, argument, "a real dtype", check.describe(value))
 

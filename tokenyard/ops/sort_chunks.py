@@ -93,9 +93,10 @@ def sort_chunks(
 
 
 def _integers(argument: str, value: Tensor | Sequence[int]) -> Tensor:
-    if not isinstance(value, Tensor):
-        value = torch.tensor(value, dtype=None if value else torch.int64)
-    result = value
+    if isinstance(value, Tensor):
+        result = value
+    else:  # a list of fractions stays one, and is refused
+        result = torch.tensor(value, dtype=None if len(value) else torch.int64)
     check.tensor("sort_chunks", argument, result, ["C"], dtypes=check.INTEGER_DTYPES)
     return result
 

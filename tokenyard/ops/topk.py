@@ -139,7 +139,7 @@ def _definition(
     else:
         ids, s = _given_scores(z, given_indices, score)
     weights = s / _norm(s, normalize, norm_p, eps, eps_mode) * scale
-    return weights.contiguous(), ids.to(torch.int32).contiguous()
+    return weights, ids.to(torch.int32)
 
 
 def _given_scores(z: Tensor, given_indices: Tensor, score: str) -> tuple[Tensor, Tensor]:
@@ -154,10 +154,13 @@ def _given_scores(z: Tensor, given_indices: Tensor, score: str) -> tuple[Tensor,
     return given.masked_fill(absent, -1), s
 
 
-@functools.wraps(_definition)
+@functools.wraps(_definition)  # for the schema
 def _forward(router_logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     kernels = backend.kernels("topk", router_logits)
-    return (_definition if kernels is None else kernels.topk)(router_logits, *args)
+    if kernels is not None:
+        return kernels.topk(router_logits, *args)
+    weights, indices = _definition(router_logits, *args)
+    return weights.contiguous(), indices.contiguous()
 
 
 def _fake(router_logits: Tensor, given_indices: Tensor | None, top_k: int, *args: Any) -> Any:
@@ -274,8 +277,8 @@ def _checked(
     check.tensor("topk", "router_logits", router_logits, ["T", "E"], dtypes=check.FLOAT_DTYPES)
     num_experts = router_logits.shape[1]
     check.at_least("topk", "top_k", top_k, 1)
-    if not 1 <= top_k <= num_experts:
-        check.fail("topk", "top_k", f"1 to E = {num_experts}", top_k)
+    if top_k > num_experts:
+        check.fail("topk", "top_k", f"at most E = {num_experts}", top_k)
     check.choice("topk", "score", score, SCORES)
     check.choice("topk", "normalize", normalize, NORMALIZATIONS)
     check.choice("topk", "eps_mode", eps_mode, EPS_MODES)
@@ -293,8 +296,8 @@ def _checked(
     check.at_least("topk", "num_groups", num_groups, 1)
     check.multiple_of("topk", "router_logits.shape[1]", num_experts, num_groups, "num_groups")
     check.at_least("topk", "topk_groups", topk_groups, 1)
-    if not 1 <= topk_groups <= num_groups:
-        check.fail("topk", "topk_groups", f"1 to num_groups = {num_groups}", topk_groups)
+    if topk_groups > num_groups:
+        check.fail("topk", "topk_groups", f"at most num_groups = {num_groups}", topk_groups)
     if top_k > topk_groups * (num_experts // num_groups):
         kept = topk_groups * (num_experts // num_groups)
         check.fail("topk", "top_k", f"at most the {kept} experts of the groups that stay", top_k)
