@@ -72,7 +72,7 @@ _HOPPER = {
     "32": GemmTile(32, 64, 128, 4, 4),
     "64": GemmTile(64, 128, 64, 4, 4),
     "many": GemmTile(128, 256, 64, 8, 3),
-    "weight": GemmTile(128, 256, 64, 8, 3),
+    "weight": GemmTile(128, 256, 32, 8, 6),
     "weight by pointers": GemmTile(128, 128, 64, 8, 3),
 }
 _AMPERE = {  # 163 KB of shared memory
