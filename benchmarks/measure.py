@@ -1,6 +1,7 @@
 """What every benchmark shares: timing, the description of the machine, and result files."""
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -130,6 +131,10 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
+    """Of the checkout, or as $TOKENYARD_COMMIT says where only a copy of it is."""
+    if given := os.environ.get("TOKENYARD_COMMIT"):
+        return given
+
     def git(*args: str) -> str:
         return subprocess.run(
             ["git", *args], cwd=ROOT, capture_output=True, text=True, check=True

@@ -51,11 +51,11 @@ def timed(case: Case, rate: float, with_peers: bool) -> dict[str, Any]:
     return row
 
 
-def table_of(results: list[dict[str, Any]]) -> Table:
+def table_of(results: dict[tuple[str, str], dict[str, Any]]) -> Table:
     table = Table(title="GPU, medians; shares of a large copy, a copy of the same size, a fill")
     for title in ("operator", "shape", "ms", "kernels us", "rate", "shares", "peers: time / ours"):
         table.add_column(title, justify="left" if title[0] in "os" else "right")
-    for row in results:
+    for (operator, shape), row in results.items():
         shares = [
             f"{row[key]:.3f}"
             for key in (
@@ -70,8 +70,8 @@ def table_of(results: list[dict[str, Any]]) -> Table:
         if "teraflops_per_second" in row:
             rate = f"{row['teraflops_per_second']:.0f} TFLOP/s"
         table.add_row(
-            row["operator"],
-            row["shape"],
+            operator,
+            shape,
             f"{row['milliseconds']:.4f}",
             f"{row['kernel_microseconds']:.1f}" if "kernel_microseconds" in row else "",
             rate,
@@ -108,31 +108,35 @@ def main() -> None:
                     yield case, shape
                     torch.cuda.empty_cache()
 
-    extra = {}
-    if permutation.OPERATORS.keys() <= set(chosen):
-        extra["host_microseconds"] = permutation.host()
-        extra["decode_microseconds"] = permutation.decode()
-    if "grouped_gemm" in chosen:
-        extra["grouped_gemm_decode"] = grouped_gemm.decode()
-    console.print(extra)
-    results = {
-        (case.name, shape.name): timed(case, rate, options.peers) for case, shape in cases(chosen)
+    record = measure.environment("cuda", "triton", *(["moe-ops"] if peers.moe_ops() else []))
+    record |= {
+        "peers": list(peers.installed()) if options.peers else [],
+        "copy_terabytes_per_second": rate / 1e9,
+        "fill_terabytes_per_second": fill / 1e9,
     }
+    if permutation.OPERATORS.keys() <= set(chosen):
+        record["host_microseconds"] = permutation.host()
+        record["decode_microseconds"] = permutation.decode()
+    if "grouped_gemm" in chosen:
+        record["grouped_gemm_decode"] = grouped_gemm.decode()
+    results: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def save() -> None:
+        """After every case: a run that is cut short keeps what it measured."""
+        rows = [{"operator": name, "shape": shape} | row for (name, shape), row in results.items()]
+        if options.json:
+            measure.write_result(options.json, record | {"results": rows})
+
+    for case, shape in cases(chosen):
+        results[case.name, shape.name] = timed(case, rate, options.peers)
+        save()
     # last, since launches stay slower once a profiler has been attached
     for case, shape in cases([operator for operator in chosen if operator in SHORT]):
         row = results[case.name, shape.name]
         row["kernel_microseconds"] = measure.kernel_microseconds(case.run)
-    rows = [{"operator": name, "shape": shape} | row for (name, shape), row in results.items()]
-    console.print(table_of(rows))
-    if options.json:
-        record = measure.environment("cuda", "triton", *(["moe-ops"] if peers.moe_ops() else []))
-        record |= {
-            "peers": list(peers.installed()),
-            "copy_terabytes_per_second": rate / 1e9,
-            "fill_terabytes_per_second": fill / 1e9,
-            "results": rows,
-        }
-        measure.write_result(options.json, record | extra)
+        save()
+    console.print({key: value for key, value in record.items() if isinstance(value, dict)})
+    console.print(table_of(results))
 
 
 if __name__ == "__main__":
