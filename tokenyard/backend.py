@@ -17,9 +17,9 @@ from tokenyard import check
 
 BACKENDS = ("auto", "reference", "triton")
 KERNELS: dict[str, str | None] = {
-    "activation": None,
+    "activation": "activation",
     "conventions.from_routing_map": "routing_mask",
-    "expert_mlp": None,
+    "expert_mlp": "activation",
     "grouped_gemm": "grouped_gemm",
     "grouped_gemm_add_weight_gradient": "grouped_gemm",
     "load_balance_loss": None,
@@ -33,7 +33,9 @@ KERNELS: dict[str, str | None] = {
     "z_loss": None,
 }
 """Every operator, and the module under `tokenyard.kernels` that holds its kernels."""
-WITHOUT_FP64 = frozenset({"grouped_gemm", "grouped_gemm_add_weight_gradient", "topk"})
+WITHOUT_FP64 = frozenset(
+    {"activation", "expert_mlp", "grouped_gemm", "grouped_gemm_add_weight_gradient", "topk"}
+)
 """Operators whose kernels do not compute in fp64: there the definition serves, whatever the backend."""
 
 _backend = "auto"
@@ -44,7 +46,8 @@ class use(AbstractContextManager[None]):
 
     `"auto"` takes the Triton kernel for tensors on a GPU where one exists, else the definition.
     `"reference"` always takes the definition; `"triton"` raises where no kernel can run, but for
-    fp64 in `topk` and `grouped_gemm` and drop="weight" in `route`, which always take the definition.
+    fp64 in `topk`, `activation` and the GEMMs and drop="weight" in `route`, which always take the
+    definition.
     Takes effect at once; as a context manager it restores the previous choice at the end.
 
     >>> import tokenyard
@@ -122,8 +125,8 @@ def explain(operator: str, tensor: Tensor | None = None) -> str:
 
     `use` says which arguments take the definition in spite of a kernel. Raises ArgumentError.
 
-    >>> explain("activation")
-    'activation: definition (it has no Triton kernel)'
+    >>> explain("z_loss")
+    'z_loss: definition (it has no Triton kernel)'
     """
     check.choice("explain", "operator", operator, tuple(KERNELS))
     chosen, reason = _choose(operator, "cpu" if tensor is None else tensor.device.type)

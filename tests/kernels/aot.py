@@ -211,27 +211,41 @@ def gemm_family(target: str) -> None:
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
     groups = offsets, offsets[1:]
     for dtype in (torch.bfloat16, torch.float32):
-        for size_in, size_out, bias in (
-            (2048, 1536, False),
-            (2048, 1536, True),
-            (2044, 1530, False),
-        ):
+        for size_in, size_out in ((2048, 1536), (2044, 1530)):
             weight = torch.empty(num_experts, size_out, size_in, dtype=dtype)
-            bias_EN = torch.empty(num_experts, size_out, dtype=dtype) if bias else None
+            bias = torch.empty(num_experts, size_out, dtype=dtype)
             for rows_per_expert in (8, 24, 48, 256):
                 x = torch.empty(rows_per_expert * num_experts, size_in, dtype=dtype)
-                grouped_gemm.grouped_gemm(x, weight, bias_EN, *groups, "ENK")
-                if not bias:
+                grouped_gemm.grouped_gemm(x, weight, None, *groups, "ENK")
+                if dtype == torch.bfloat16:
+                    grouped_gemm.grouped_gemm(x, weight, bias, *groups, "ENK")
                     grouped_gemm.grouped_gemm(x, weight.view(8, size_in, -1), None, *groups, "EKN")
             grad = torch.empty(x.shape[0], size_out, dtype=dtype)
-            grouped_gemm.grouped_gemm_backward(grad, x, weight, *groups, "ENK", False, True, True)
+            grouped_gemm.grouped_gemm_backward(grad, x, weight, *groups, "ENK", True, True, True)
             main_grad = torch.empty(weight.shape)
             grouped_gemm.weight_gradient(grad, x, *groups, main_grad, True)
+
+
+def activation_family(target: str) -> None:
+    """The activation, and the backward of the experts."""
+    from tokenyard.kernels import activation
+
+    z, weights = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(512)
+    for kind, layout in (
+        ("swiglu", "concatenated"),
+        ("geglu_tanh", "interleaved"),
+        ("clamped_swiglu", "interleaved"),
+        ("gelu", "concatenated"),
+    ):
+        d_a = activation.activation(z, kind, layout)
+        activation.activation_backward(d_a, z, kind, layout)
+        activation.experts_backward(d_a, z, weights, kind, layout)
 
 
 FAMILIES: dict[str, Callable[[str], None]] = {
     "permutation": permutation_family,
     "gemm": gemm_family,
+    "activation": activation_family,
 }
 
 

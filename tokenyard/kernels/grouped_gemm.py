@@ -38,6 +38,8 @@ from tokenyard.kernels.tiles import (
     gemm_tile,
     multiprocessors,
     next_power_of_2,
+    precision_of,
+    unit_of,
 )
 
 _GROUP = 8
@@ -182,6 +184,7 @@ def _bias_gradient_kernel(
     offsets_ptr,
     counts_ptr,
     d_out_ptr,
+    weight_ptr,
     d_bias_ptr,
     stride,
     SIZE: tl.constexpr,
@@ -198,21 +201,13 @@ def _bias_gradient_kernel(
         rows = start + tl.arange(0, ROWS)
         held = (rows < count)[:, None] & (columns < SIZE)[None, :]
         at = d_out_ptr + (first + rows)[:, None] * stride + columns[None, :]
-        acc += tl.load(at, mask=held, other=0.0).to(tl.float32)
+        value = tl.load(at, mask=held, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + first + rows, mask=rows < count, other=0.0)
+            value *= weight.to(tl.float32)[:, None]
+        acc += value
     at = d_bias_ptr + expert.to(tl.int64) * SIZE + columns
     tl.store(at, tl.sum(acc, 0).to(d_bias_ptr.dtype.element_ty), mask=columns < SIZE)
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """fp32 products are exact unless torch's own GEMMs may use tf32."""
-    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if tf32 else "ieee"
-
-
-def _unit(*rows: Tensor) -> int:
-    """The elements of 16 bytes where row strides are multiples of that, so that loads can be as wide."""
-    unit = 16 // rows[0].itemsize
-    return 1 if any(tensor.stride(0) % unit for tensor in rows) else unit
 
 
 def _unit_stride(rows: Tensor) -> Tensor:
@@ -272,6 +267,7 @@ def _multiply(
     offsets: Tensor,
     counts: Tensor,
     out_major: bool,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """[R,SIZE_OUT]; matrix [E,SIZE_OUT,SIZE_IN] if out_major, else [E,SIZE_IN,SIZE_OUT]."""
     num_experts, num_rows = matrix.shape[0], x.shape[0]
@@ -279,7 +275,7 @@ def _multiply(
         matrix, out_major = matrix.mT, not out_major
     x, matrix = _unit_stride(x), matrix.contiguous()
     size_in, size_out = matrix.shape[1:] if not out_major else matrix.shape[:0:-1]
-    out = x.new_empty(num_rows, size_out)
+    out = x.new_empty(num_rows, size_out, dtype=dtype)
     if out.numel() == 0:
         return out
     arch = architecture(x.device)
@@ -288,15 +284,15 @@ def _multiply(
     tma = describable(arch, x, matrix)
     direct = bucket != "many"
     launch = _multiply_launcher(
-        (x.dtype, offsets.dtype, counts.dtype),
+        (x.dtype, out.dtype, offsets.dtype, counts.dtype),
         num_experts if direct else 0,
         size_in,
         size_out,
         out_major,
         bias is not None,
         tma,
-        unit := _unit(x),
-        _precision(x.dtype),
+        unit := unit_of(x),
+        precision_of(x.dtype),
         tile,
     )
     x_source: Any = x
@@ -371,9 +367,9 @@ def weight_gradient(
         num_experts,
         (size_a, size_b),
         tma,
-        unit := _unit(a, b),
+        unit := unit_of(a, b),
         accumulate,
-        _precision(a.dtype),
+        precision_of(a.dtype),
         tile,
     )
     operands: tuple[Any, ...] = (a, b, out)
@@ -390,9 +386,24 @@ def weight_gradient(
 
 
 @cache
-def _bias_launcher(dtypes: tuple[torch.dtype, ...], size: int) -> tuple[Launcher, int]:
+def _bias_launcher(dtypes: tuple[torch.dtype | None, ...], size: int) -> tuple[Launcher, int]:
     constants = {"SIZE": size, "ROWS": 32, "COLUMNS": min(next_power_of_2(size), 128)}
     return Launcher(_bias_gradient_kernel, constants), cdiv(size, constants["COLUMNS"])
+
+
+def bias_gradient(
+    d_out: Tensor, offsets: Tensor, counts: Tensor, weight_of_row: Tensor | None = None
+) -> Tensor:
+    """[E,N], the sum of each expert's rows of d_out [R,N], each times its weight if given."""
+    d_out = _unit_stride(d_out)
+    num_experts, size = counts.shape[0], d_out.shape[1]
+    d_bias = d_out.new_empty(num_experts, size)
+    weight_dtype = None if weight_of_row is None else weight_of_row.dtype
+    dtypes = (d_out.dtype, weight_dtype, offsets.dtype, counts.dtype)
+    launch, column_tiles = _bias_launcher(dtypes, size)
+    tensors = (offsets, counts, d_out, weight_of_row, d_bias)
+    launch(num_experts * column_tiles, tensors, (d_out.stride(0),))
+    return d_bias
 
 
 def grouped_gemm(
@@ -402,11 +413,12 @@ def grouped_gemm(
     expert_offsets: Tensor,
     tokens_per_expert: Tensor,
     layout: str,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[R,N]; see the operator."""
-    if bias is not None:
-        bias = bias.contiguous()
-    return _multiply(rows, weight, bias, expert_offsets, tokens_per_expert, layout == "ENK")
+    """[R,N]; see the operator. The sums may be kept in another `dtype`, such as fp32."""
+    bias = None if bias is None else bias.contiguous()
+    groups = expert_offsets, tokens_per_expert
+    return _multiply(rows, weight, bias, *groups, layout == "ENK", dtype)
 
 
 def grouped_gemm_backward(
@@ -422,8 +434,6 @@ def grouped_gemm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients that are needed; an empty tensor for each other."""
     groups = expert_offsets, tokens_per_expert
-    d_out = _unit_stride(d_out)
-    num_experts, size = weight.shape[0], d_out.shape[1]
     d_rows = d_weight = d_bias = rows.new_empty(0)
     if need_rows:
         d_rows = _multiply(d_out, weight, None, *groups, layout != "ENK")
@@ -432,8 +442,5 @@ def grouped_gemm_backward(
         operands = (d_out, rows) if layout == "ENK" else (rows, d_out)
         weight_gradient(*operands, *groups, d_weight, False)
     if need_bias:
-        d_bias = weight.new_empty(num_experts, size)
-        dtypes = (d_out.dtype, expert_offsets.dtype, tokens_per_expert.dtype)
-        launch, column_tiles = _bias_launcher(dtypes, size)
-        launch(num_experts * column_tiles, (*groups, d_out, d_bias), (d_out.stride(0),))
+        d_bias = bias_gradient(d_out, *groups)
     return d_rows, d_weight, d_bias

@@ -151,6 +151,18 @@ def describable(arch: str, *tensors: Tensor) -> bool:
     return True
 
 
+def precision_of(dtype: torch.dtype) -> str:
+    """fp32 products are exact unless torch's own GEMMs may use tf32."""
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if tf32 else "ieee"
+
+
+def unit_of(*rows: Tensor) -> int:
+    """The elements of 16 bytes where row strides are multiples of that, so that loads can be as wide."""
+    unit = 16 // rows[0].itemsize
+    return 1 if any(tensor.stride(0) % unit for tensor in rows) else unit
+
+
 def bucket_of(rows_per_expert: int) -> str:
     return next((str(bound) for bound in BUCKETS if rows_per_expert <= bound), "many")
 

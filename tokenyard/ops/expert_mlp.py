@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard import backend, check
+from tokenyard import check
 from tokenyard.ops.activation import (
     UNGATED,
     Activation,
@@ -28,6 +28,7 @@ from tokenyard.ops.activation import (
     activation_size,
     check_activation,
 )
+from tokenyard.ops.expert_mlp_stages import backward_in_stages, forward_in_stages, stages_of
 from tokenyard.ops.grouped_gemm import (
     LAYOUTS,
     WeightLayout,
@@ -109,9 +110,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, z); z is empty unless it is to be kept. Expert by expert, so that a, y and x's rows
     stay in the cache."""
-    kernels = backend.kernels("expert_mlp", x)
-    if kernels is not None:
-        return kernels.expert_mlp(
+    stages = stages_of(x)
+    if stages is not None:
+        out, z = forward_in_stages(
+            stages,
             x,
             topk_weights,
             w_gate_up,
@@ -130,8 +132,8 @@ def _forward(
             ep_size,
             within_rank,
             across_ranks,
-            keep,
         )
+        return out, z if keep else x.new_empty(0)
     num_rows, hidden_size = slot_of_row.shape[0], x.shape[1]
     kept = _kept(x, w_gate_up, slot_of_row, weight_layout, keep).zero_()
     y = x.new_empty(num_rows, hidden_size)
@@ -214,9 +216,10 @@ def _backward(
     need: list[bool],
 ) -> list[Tensor]:
     """The needed gradients of the first six arguments of the forward; empty for each other."""
-    kernels = backend.kernels("expert_mlp", x)
-    if kernels is not None:
-        return kernels.expert_mlp_backward(
+    stages = stages_of(x)
+    if stages is not None:
+        return backward_in_stages(
+            stages,
             grad,
             x,
             topk_weights,
