@@ -18,6 +18,8 @@ SECTIONS = {
     "xtuner": "xtuner",
     "grouped_gemm": "grouped_gemm",
     "Megatron-Core": "megatron",
+    "moe_ops": "moe_ops",
+    "scattermoe": "scattermoe",
 }
 
 
