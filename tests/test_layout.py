@@ -53,7 +53,7 @@ OPERATORS = {
 }
 
 
-KERNEL_TOOLS = {"tokenyard.kernels.launch", "tokenyard.kernels.tiles"}
+KERNEL_TOOLS = {f"tokenyard.kernels.{name}" for name in ("groups", "launch", "tiles")}
 
 
 class Import(NamedTuple):

@@ -19,7 +19,7 @@ BACKENDS = ("auto", "reference", "triton")
 KERNELS: dict[str, str | None] = {
     "activation": "activation",
     "conventions.from_routing_map": "routing_mask",
-    "expert_mlp": "activation",
+    "expert_mlp": "expert_mlp",
     "grouped_gemm": "grouped_gemm",
     "grouped_gemm_add_weight_gradient": "grouped_gemm",
     "load_balance_loss": None,

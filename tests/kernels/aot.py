@@ -227,10 +227,10 @@ def gemm_family(target: str) -> None:
 
 
 def activation_family(target: str) -> None:
-    """The activation, and the backward of the experts."""
+    """The activation by itself."""
     from tokenyard.kernels import activation
 
-    z, weights = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(512)
+    z = torch.empty(512, 4096, dtype=torch.bfloat16)
     for kind, layout in (
         ("swiglu", "concatenated"),
         ("geglu_tanh", "interleaved"),
@@ -239,13 +239,42 @@ def activation_family(target: str) -> None:
     ):
         d_a = activation.activation(z, kind, layout)
         activation.activation_backward(d_a, z, kind, layout)
-        activation.experts_backward(d_a, z, weights, kind, layout)
+
+
+def expert_family(target: str) -> None:
+    """The fused GEMMs of the experts with every tile of the target's table."""
+    from tokenyard.kernels import expert_mlp
+
+    expert_mlp.architecture = lambda device: target
+    num_experts, hidden, inner, top_k = 8, 2048, 768, 8
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
+    groups = offsets, offsets[1:]
+    for dtype in (torch.bfloat16, torch.float32):
+        w1 = torch.empty(num_experts, 2 * inner, hidden, dtype=dtype)
+        w2 = torch.empty(num_experts, hidden, inner, dtype=dtype)
+        for rows_per_expert in (8, 24, 48, 256):
+            num_rows = rows_per_expert * num_experts
+            x, slots = torch.empty(num_rows, hidden, dtype=dtype), torch.zeros(num_rows).int()
+            tokens = x[: num_rows // top_k]
+            way = "swiglu", "concatenated"
+            expert_mlp.up(tokens, slots, top_k, w1, None, *groups, True, *way, num_rows, True)
+        z, weights = torch.empty(num_rows, 2 * inner, dtype=dtype), torch.empty(len(tokens), top_k)
+        rest = slots, w2, z, weights, *groups, False
+        *_, dots = expert_mlp.down_gradient(x, *rest, *way)
+        if dtype == torch.bfloat16:
+            way = "clamped_swiglu", "interleaved"
+            expert_mlp.up(x, None, top_k, w1, None, *groups, True, *way, num_rows, True)
+            expert_mlp.down_gradient(x, *rest, *way)
+        ids = slots.view(-1, top_k)
+        bias = torch.empty(num_experts, hidden, dtype=dtype)
+        expert_mlp.weights_gradient(dots, ids, tokens, bias, ids, dtype)
 
 
 FAMILIES: dict[str, Callable[[str], None]] = {
     "permutation": permutation_family,
     "gemm": gemm_family,
     "activation": activation_family,
+    "experts": expert_family,
 }
 
 

@@ -17,6 +17,7 @@ WIDE = "7168"
 MOVES = {"_permute_kernel", "_combine_kernel", "_sort_chunks_kernel", "_backward_kernel"}
 
 GEMMS = {"_direct_kernel", "_grouped_gemm_kernel", "_weight_gradient_kernel"}
+EXPERTS = {"_up_kernel", "_up_direct_kernel", "_down_gradient_kernel", "weights_gradient_kernel"}
 
 Report = dict[str, Any]
 
@@ -56,7 +57,7 @@ ALL = [
 def test_kernels_fit_the_device(target: str, tmp_path: Path) -> None:
     reports = compile_for(target, tmp_path)
     kernels = {report["kernel"] for report in reports}
-    assert kernels >= {*MOVES, *GEMMS, "_place_kernel", "_topk_kernel"}
+    assert kernels >= {*MOVES, *GEMMS, *EXPERTS, "_place_kernel", "_topk_kernel"}
 
     limit = SHARED_LIMIT[target]
     failures = {

@@ -10,8 +10,7 @@ from torch import Tensor
 
 import tokenyard
 from tokenyard import use
-from tokenyard.kernels import activation as kernels
-from tokenyard.kernels import grouped_gemm
+from tokenyard.kernels import expert_mlp, grouped_gemm
 from tokenyard.kernels.tiles import GemmTile
 from tokenyard.ops.activation import GATED, UNGATED
 
@@ -23,9 +22,12 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     def small_tile(arch: str, dtype: torch.dtype, bucket: str, *sizes: int) -> tuple[Any, str]:
-        return GemmTile(int(bucket) if bucket.isdigit() else 32, 16, 16, 4, 2), "test"
+        rows = bucket.split()[-1]
+        columns = 64 if bucket == "down gradient" else 16
+        return GemmTile(int(rows) if rows.isdigit() else 32, columns, 16, 4, 2), "test"
 
-    monkeypatch.setattr(grouped_gemm, "gemm_tile", small_tile)
+    for module in (expert_mlp, grouped_gemm):
+        monkeypatch.setattr(module, "gemm_tile", small_tile)
 
 
 def both(call: Any, leaves: list[Tensor], grad: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -82,13 +84,26 @@ CASES = [
 ]
 
 
+def by_way(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    if way != "few rows":
+        for module in (expert_mlp, grouped_gemm):
+            monkeypatch.setattr(module, "bucket_of", lambda rows_per_expert: "many")
+        monkeypatch.setattr(expert_mlp, "gathers", lambda *inputs: way == "gathered")
+
+
+@pytest.mark.parametrize("way", ["few rows", "gathered", "permuted"])
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("options", CASES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_expert_mlp(
-    options: dict[str, Any], biases: bool, dtype: torch.dtype, poisoned_memory: None
+    options: dict[str, Any],
+    biases: bool,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+    poisoned_memory: None,
 ) -> None:
     """Dropped choices, an empty expert, padded rows; every gradient."""
+    by_way(monkeypatch, way)
+    dtype = torch.float16 if biases == (way == "gathered") else torch.float32
     num_tokens, num_experts, hidden, inner = 45, 4, 24, 40
     ids = torch.tensor([0, 1, 3])[torch.rand(num_tokens, 3).argsort(1)][:, :2]
     ids[5, 1], ids[7] = -1, -1
@@ -145,12 +160,14 @@ def test_no_tokens_and_nothing_routed(poisoned_memory: None) -> None:
             assert torch.equal(ours, theirs)
 
 
-def test_weighted_kernel_matches_its_equation() -> None:
-    z, d_a, weight = torch.randn(19, 12), torch.randn(19, 6), torch.rand(19)
-    d_z, weighted, d_weight = kernels.experts_backward(d_a, z, weight, "swiglu", "concatenated")
-    leaf = z.clone().requires_grad_()
-    a = tokenyard.activation_reference(leaf, "swiglu")
-    torch.testing.assert_close(weighted, (a * weight[:, None]).detach())
-    torch.testing.assert_close(d_weight, (d_a * a).sum(1).detach())
-    (want,) = torch.autograd.grad(a, leaf, d_a * weight[:, None])
-    torch.testing.assert_close(d_z, want, rtol=1e-5, atol=1e-6)
+def test_gathered_tokens_are_those_of_rows(poisoned_memory: None) -> None:
+    """More tokens than rows."""
+    ids = torch.full((90, 2), -1)
+    ids[60:] = torch.tensor([0, 2])
+    routing = tokenyard.route(ids, 3, num_rows=64)
+    x, w1 = torch.randn(90, 24), torch.randn(3, 140, 24)
+    rest = w1, None, routing.expert_offsets, routing.tokens_per_expert, True
+    way = "swiglu", "concatenated", 64, True
+    gathered = expert_mlp.up(x, routing.slot_of_row, 2, *rest, *way)
+    rows = tokenyard.permute(x, routing)
+    assert all(map(torch.equal, gathered, expert_mlp.up(rows, None, 2, *rest, *way)))

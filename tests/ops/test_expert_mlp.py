@@ -278,10 +278,10 @@ def test_opcheck(keep: bool, biased: bool, transposed: bool) -> None:
         for i in (2, 3):
             inputs[i] = inputs[i].detach().transpose(1, 2).contiguous().transpose(1, 2)
             inputs[i].requires_grad_()
-    maps = (routing.row_of_slot, routing.slot_of_row)
+    maps = (routing.topk_indices, routing.row_of_slot, routing.slot_of_row)
     groups = (routing.expert_offsets, routing.tokens_per_expert)
     options = ("swiglu", "concatenated", "ENK")
-    forward = (*inputs, routing.topk_indices, *maps, *groups, *options, "slot", 0, "fp32", "fp32")
+    forward = (*inputs, *maps, *groups, *options, "slot", 0, "fp32", "fp32")
     torch.library.opcheck(torch.ops.tokenyard.expert_mlp.default, (*forward, keep))
     inputs = [value if value is None else value.detach() for value in inputs]
     kept = torch.randn(20, 6) if keep else torch.empty(0)

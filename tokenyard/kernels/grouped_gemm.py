@@ -22,11 +22,22 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenyard.kernels.device.gemm import (
+    found_tile,
+    listed_tile,
     load_group,
-    multiply_tile,
-    schedule_kernel,
+    product_tile,
+    rows_of_tile,
+    store_tile,
     tile_of,
     zero_rows_after,
+)
+from tokenyard.kernels.groups import (
+    GROUP,
+    list_tiles,
+    precision_of,
+    stored_matrix,
+    unit_of,
+    unit_stride,
 )
 from tokenyard.kernels.launch import Launcher
 from tokenyard.kernels.tiles import (
@@ -38,14 +49,7 @@ from tokenyard.kernels.tiles import (
     gemm_tile,
     multiprocessors,
     next_power_of_2,
-    precision_of,
-    unit_of,
 )
-
-_GROUP = 8
-"""Row tiles that go over all columns together."""
-_SCHEDULERS = 16
-"""Programs that list tiles, so that one expert with all rows is listed as quickly."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "x_stride"])
@@ -74,16 +78,14 @@ def _grouped_gemm_kernel(
     start, step = tl.program_id(0), tl.num_programs(0)
     for index in tl.range(start, token_tiles * column_tiles, step, flatten=True):
         token_tile, column_tile = tile_of(index, token_tiles, column_tiles, GROUP)
-        entry = tiles_ptr + token_tile * 4
-        expert = tl.load(entry)
-        row = tl.load(entry + 1)
-        valid = tl.load(entry + 2)
-        end = tl.load(entry + 3)
+        expert, row, valid, end = listed_tile(tiles_ptr, token_tile)
         column = column_tile * COLUMNS
-        multiply_tile(
-            x, matrix, bias_ptr, out_ptr, expert, row, valid, end, column, num_rows, x_stride,
-            SIZE_IN, SIZE_OUT, OUT_MAJOR, TMA, UNIT, False, PRECISION, TOKENS, COLUMNS, DEPTH,
+        rows = rows_of_tile(row, valid, None, 1, TOKENS)
+        acc = product_tile(
+            x, matrix, bias_ptr, expert, row, rows, column, num_rows, x_stride,
+            SIZE_IN, SIZE_OUT, OUT_MAJOR, False, TMA, TMA, UNIT, False, PRECISION, COLUMNS, DEPTH,
         )  # fmt: skip
+        store_tile(out_ptr, acc, row, valid, end, column, SIZE_OUT, SIZE_OUT)
     zero_rows_after(out_ptr, tl.load(totals_ptr + 1), num_rows, SIZE_OUT)
 
 
@@ -112,23 +114,17 @@ def _direct_kernel(
     column_tiles: tl.constexpr = (SIZE_OUT + COLUMNS - 1) // COLUMNS
     index = tl.program_id(0) // column_tiles
     column = tl.program_id(0) % column_tiles * COLUMNS
-    bins = tl.arange(0, EXPERTS)
-    listed = bins < NUM_EXPERTS
-    first = tl.load(offsets_ptr + bins, mask=listed, other=0).to(tl.int32)
-    ends = tl.load(offsets_ptr + bins + 1, mask=listed, other=0).to(tl.int32)
-    tiles = (ends - first + TOKENS - 1) // TOKENS
-    stop = tl.cumsum(tiles, 0)
-    expert = tl.sum((stop <= index).to(tl.int32), 0)
+    expert, row, valid, end, last = found_tile(
+        offsets_ptr, counts_ptr, index, NUM_EXPERTS, EXPERTS, TOKENS
+    )
     if expert < NUM_EXPERTS:
-        row = tl.sum(tl.where(bins == expert, first + (index - stop + tiles) * TOKENS, 0), 0)
-        end = tl.load(offsets_ptr + expert + 1).to(tl.int32)
-        count = tl.load(counts_ptr + expert).to(tl.int32)
-        valid = tl.load(offsets_ptr + expert).to(tl.int32) + count
-        multiply_tile(
-            x, matrix, bias_ptr, out_ptr, expert, row, valid, end, column, num_rows, x_stride,
-            SIZE_IN, SIZE_OUT, OUT_MAJOR, TMA, UNIT, True, PRECISION, TOKENS, COLUMNS, DEPTH,
+        rows = rows_of_tile(row, valid, None, 1, TOKENS)
+        acc = product_tile(
+            x, matrix, bias_ptr, expert, row, rows, column, num_rows, x_stride,
+            SIZE_IN, SIZE_OUT, OUT_MAJOR, False, TMA, TMA, UNIT, True, PRECISION, COLUMNS, DEPTH,
         )  # fmt: skip
-    zero_rows_after(out_ptr, tl.max(ends, 0), num_rows, SIZE_OUT)
+        store_tile(out_ptr, acc, row, valid, end, column, SIZE_OUT, SIZE_OUT)
+    zero_rows_after(out_ptr, last, num_rows, SIZE_OUT)
 
 
 @triton.jit(do_not_specialize=["a_stride", "b_stride"])
@@ -210,20 +206,6 @@ def _bias_gradient_kernel(
     tl.store(at, tl.sum(acc, 0).to(d_bias_ptr.dtype.element_ty), mask=columns < SIZE)
 
 
-def _unit_stride(rows: Tensor) -> Tensor:
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-@cache
-def _schedule_launcher(dtypes: tuple[torch.dtype, ...], num_experts: int, tokens: int) -> Launcher:
-    constants = {
-        "NUM_EXPERTS": num_experts,
-        "EXPERTS": next_power_of_2(num_experts),
-        "TOKENS": tokens,
-    }
-    return Launcher(schedule_kernel, constants)
-
-
 @cache
 def _multiply_launcher(
     dtypes: tuple[torch.dtype, ...],
@@ -247,7 +229,7 @@ def _multiply_launcher(
         "TMA": tma,
         "UNIT": unit,
         "PRECISION": precision,
-        **({} if num_experts else {"GROUP": _GROUP}),
+        **({} if num_experts else {"GROUP": GROUP}),
         "TOKENS": tile.rows,
         "COLUMNS": tile.columns,
         "DEPTH": tile.depth,
@@ -267,15 +249,11 @@ def _multiply(
     offsets: Tensor,
     counts: Tensor,
     out_major: bool,
-    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """[R,SIZE_OUT]; matrix [E,SIZE_OUT,SIZE_IN] if out_major, else [E,SIZE_IN,SIZE_OUT]."""
-    num_experts, num_rows = matrix.shape[0], x.shape[0]
-    if not matrix.is_contiguous() and matrix.mT.is_contiguous():
-        matrix, out_major = matrix.mT, not out_major
-    x, matrix = _unit_stride(x), matrix.contiguous()
-    size_in, size_out = matrix.shape[1:] if not out_major else matrix.shape[:0:-1]
-    out = x.new_empty(num_rows, size_out, dtype=dtype)
+    num_experts, num_rows, x = matrix.shape[0], x.shape[0], unit_stride(x)
+    matrix, out_major, size_in, size_out = stored_matrix(matrix, out_major)
+    out = x.new_empty(num_rows, size_out)
     if out.numel() == 0:
         return out
     arch = architecture(x.device)
@@ -284,7 +262,7 @@ def _multiply(
     tma = describable(arch, x, matrix)
     direct = bucket != "many"
     launch = _multiply_launcher(
-        (x.dtype, out.dtype, offsets.dtype, counts.dtype),
+        (x.dtype, offsets.dtype, counts.dtype),
         num_experts if direct else 0,
         size_in,
         size_out,
@@ -308,12 +286,8 @@ def _multiply(
         most_tiles = min(num_experts, num_rows) + num_rows // tile.rows
         launch(most_tiles * column_tiles, (offsets, counts, *operands), numbers)
         return out
-    most_tiles = num_experts + num_rows // tile.rows
-    tiles = offsets.new_empty((most_tiles, 4), dtype=torch.int32)
-    totals = offsets.new_empty(2, dtype=torch.int32)
-    schedule = _schedule_launcher((offsets.dtype, counts.dtype), num_experts, tile.rows)
-    schedule(_SCHEDULERS, (offsets, counts, tiles, totals), ())
-    programs = min(multiprocessors(x.device), most_tiles * column_tiles)
+    tiles, totals = list_tiles(offsets, counts, num_rows, tile.rows)
+    programs = min(multiprocessors(x.device) * tile.programs, tiles.shape[0] * column_tiles)
     launch(programs, (tiles, totals, *operands), numbers)
     return out
 
@@ -337,7 +311,7 @@ def _weight_launcher(
         "UNIT": unit,
         "ACCUMULATE": accumulate,
         "PRECISION": precision,
-        "GROUP": _GROUP,
+        "GROUP": GROUP,
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
         "DEPTH": tile.depth,
@@ -354,7 +328,7 @@ def weight_gradient(
     a: Tensor, b: Tensor, offsets: Tensor, counts: Tensor, out: Tensor, accumulate: bool
 ) -> None:
     """out[e] (+)= sum over the rows r of e of a[r] b[r]^T: a [R,A], b [R,B], out [E,A,B] contiguous."""
-    a, b = _unit_stride(a), _unit_stride(b)
+    a, b = unit_stride(a), unit_stride(b)
     num_experts, size_a, size_b = out.shape
     if out.numel() == 0:
         return
@@ -381,7 +355,7 @@ def weight_gradient(
             TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns]),
         )
     num_tiles = num_experts * cdiv(size_a, tile.rows) * cdiv(size_b, tile.columns)
-    programs = min(multiprocessors(a.device), num_tiles)
+    programs = min(multiprocessors(a.device) * tile.programs, num_tiles)
     launch(programs, (offsets, counts, *operands), (a.stride(0) // unit, b.stride(0) // unit))
 
 
@@ -395,7 +369,7 @@ def bias_gradient(
     d_out: Tensor, offsets: Tensor, counts: Tensor, weight_of_row: Tensor | None = None
 ) -> Tensor:
     """[E,N], the sum of each expert's rows of d_out [R,N], each times its weight if given."""
-    d_out = _unit_stride(d_out)
+    d_out = unit_stride(d_out)
     num_experts, size = counts.shape[0], d_out.shape[1]
     d_bias = d_out.new_empty(num_experts, size)
     weight_dtype = None if weight_of_row is None else weight_of_row.dtype
@@ -413,12 +387,11 @@ def grouped_gemm(
     expert_offsets: Tensor,
     tokens_per_expert: Tensor,
     layout: str,
-    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[R,N]; see the operator. The sums may be kept in another `dtype`, such as fp32."""
+    """[R,N]; see the operator."""
     bias = None if bias is None else bias.contiguous()
     groups = expert_offsets, tokens_per_expert
-    return _multiply(rows, weight, bias, *groups, layout == "ENK", dtype)
+    return _multiply(rows, weight, bias, *groups, layout == "ENK")
 
 
 def grouped_gemm_backward(

@@ -52,7 +52,9 @@ def slot_tile(num_columns: int, element_size: int, rows: int) -> RowTile:
 class GemmTile:
     """rows x columns of the result, `depth` of the inner size at a time, `num_stages` of these in flight.
 
-    For grouped_gemm rows are tokens; for its weight gradient they are the first size of the weight.
+    `programs` share a multiprocessor, so that one multiplies while the other stores.
+    Rows are tokens; for the weight gradient they are the first size of the weight. "up" tiles count columns
+    after the activation, of which each stands for one of gate and one of up.
     """
 
     rows: int
@@ -60,6 +62,7 @@ class GemmTile:
     depth: int
     num_warps: int
     num_stages: int
+    programs: int = 1
 
 
 BUCKETS = (16, 32, 64)
@@ -74,6 +77,11 @@ _HOPPER = {
     "many": GemmTile(128, 256, 64, 8, 3),
     "weight": GemmTile(128, 256, 32, 8, 6),
     "weight by pointers": GemmTile(128, 128, 64, 8, 3),
+    "up 16": GemmTile(16, 32, 128, 4, 5),
+    "up 32": GemmTile(32, 32, 128, 4, 4),
+    "up 64": GemmTile(64, 64, 64, 4, 4),
+    "up many": GemmTile(128, 128, 64, 8, 3),
+    "down gradient": GemmTile(128, 128, 64, 8, 4),
 }
 _AMPERE = {  # 163 KB of shared memory
     "16": GemmTile(16, 64, 128, 4, 4),
@@ -82,6 +90,11 @@ _AMPERE = {  # 163 KB of shared memory
     "many": GemmTile(128, 128, 64, 8, 3),
     "weight": GemmTile(128, 128, 64, 8, 3),
     "weight by pointers": GemmTile(128, 128, 64, 8, 3),
+    "up 16": GemmTile(16, 32, 128, 4, 4),
+    "up 32": GemmTile(32, 32, 128, 4, 4),
+    "up 64": GemmTile(64, 64, 32, 4, 4),
+    "up many": GemmTile(128, 64, 64, 8, 3),
+    "down gradient": GemmTile(128, 128, 32, 8, 3),
 }
 _ADA = {  # 99 KB; consumer Blackwell too
     "16": GemmTile(16, 64, 128, 4, 3),
@@ -90,6 +103,11 @@ _ADA = {  # 99 KB; consumer Blackwell too
     "many": GemmTile(128, 128, 32, 8, 4),
     "weight": GemmTile(128, 128, 32, 8, 3),
     "weight by pointers": GemmTile(128, 128, 32, 8, 3),
+    "up 16": GemmTile(16, 32, 128, 4, 3),
+    "up 32": GemmTile(32, 32, 64, 4, 4),
+    "up 64": GemmTile(64, 64, 32, 4, 4),
+    "up many": GemmTile(128, 64, 32, 8, 4),
+    "down gradient": GemmTile(128, 128, 32, 8, 3),
 }
 _CDNA = {  # 64 KB
     "16": GemmTile(16, 64, 64, 4, 2),
@@ -98,6 +116,11 @@ _CDNA = {  # 64 KB
     "many": GemmTile(128, 128, 32, 8, 2),
     "weight": GemmTile(128, 128, 32, 8, 2),
     "weight by pointers": GemmTile(128, 128, 32, 8, 2),
+    "up 16": GemmTile(16, 32, 64, 4, 2),
+    "up 32": GemmTile(32, 32, 64, 4, 2),
+    "up 64": GemmTile(64, 32, 64, 4, 2),
+    "up many": GemmTile(128, 64, 32, 8, 2),
+    "down gradient": GemmTile(128, 64, 32, 8, 2),
 }
 _FP32 = {
     "16": GemmTile(16, 64, 32, 4, 3),
@@ -106,6 +129,11 @@ _FP32 = {
     "many": GemmTile(64, 64, 16, 8, 3),
     "weight": GemmTile(64, 64, 16, 8, 3),
     "weight by pointers": GemmTile(64, 64, 16, 8, 3),
+    "up 16": GemmTile(16, 32, 32, 4, 3),
+    "up 32": GemmTile(32, 32, 32, 4, 3),
+    "up 64": GemmTile(64, 32, 16, 8, 3),
+    "up many": GemmTile(64, 32, 16, 8, 3),
+    "down gradient": GemmTile(64, 64, 16, 8, 3),
 }
 _GEMM_TILES = {
     "sm_80": _AMPERE,
@@ -149,18 +177,6 @@ def describable(arch: str, *tensors: Tensor) -> bool:
         if any(address % 16 for address in addresses):
             return False
     return True
-
-
-def precision_of(dtype: torch.dtype) -> str:
-    """fp32 products are exact unless torch's own GEMMs may use tf32."""
-    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if tf32 else "ieee"
-
-
-def unit_of(*rows: Tensor) -> int:
-    """The elements of 16 bytes where row strides are multiples of that, so that loads can be as wide."""
-    unit = 16 // rows[0].itemsize
-    return 1 if any(tensor.stride(0) % unit for tensor in rows) else unit
 
 
 def bucket_of(rows_per_expert: int) -> str:

@@ -112,7 +112,7 @@ def _forward(
     stay in the cache."""
     stages = stages_of(x)
     if stages is not None:
-        out, z = forward_in_stages(
+        return forward_in_stages(
             stages,
             x,
             topk_weights,
@@ -132,8 +132,8 @@ def _forward(
             ep_size,
             within_rank,
             across_ranks,
+            keep,
         )
-        return out, z if keep else x.new_empty(0)
     num_rows, hidden_size = slot_of_row.shape[0], x.shape[1]
     kept = _kept(x, w_gate_up, slot_of_row, weight_layout, keep).zero_()
     y = x.new_empty(num_rows, hidden_size)
@@ -206,6 +206,7 @@ def _backward(
     b_gate_up: Tensor | None,
     b_down: Tensor | None,
     kept: Tensor,
+    topk_indices: Tensor,
     row_of_slot: Tensor,
     slot_of_row: Tensor,
     expert_offsets: Tensor,
@@ -228,6 +229,7 @@ def _backward(
             b_gate_up,
             b_down,
             kept,
+            topk_indices,
             row_of_slot,
             slot_of_row,
             expert_offsets,
@@ -299,6 +301,7 @@ def _backward_fake(
     b_gate_up: Tensor | None,
     b_down: Tensor | None,
     kept: Tensor,
+    topk_indices: Tensor,
     row_of_slot: Tensor,
     slot_of_row: Tensor,
     expert_offsets: Tensor,
@@ -318,14 +321,11 @@ def _backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, _, _, _, _, _, row_of_slot, slot_of_row, expert_offsets, tokens_per_expert, *rest = inputs
-    ctx.options = tuple(rest[:3])
+    maps, ctx.options = inputs[6:11], tuple(inputs[11:14])
     kept = output[1]
     ctx.mark_non_differentiable(kept)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
-        *inputs[:6], kept, row_of_slot, slot_of_row, expert_offsets, tokens_per_expert
-    )
+    ctx.save_for_backward(*inputs[:6], kept, *maps)
 
 
 def _gradient(ctx: Any, backward: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:

@@ -34,6 +34,38 @@ def schedule_kernel(
 
 
 @triton.jit
+def listed_tile(tiles_ptr, index):
+    """Expert, first row, end of the valid rows, end of the rows."""
+    entry = tiles_ptr + index * 4
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+
+
+@triton.jit
+def found_tile(
+    offsets_ptr,
+    counts_ptr,
+    index,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """The same without a list, and the end of all rows; expert NUM_EXPERTS past the last tile."""
+    bins = tl.arange(0, EXPERTS)
+    listed = bins < NUM_EXPERTS
+    first = tl.load(offsets_ptr + bins, mask=listed, other=0).to(tl.int32)
+    ends = tl.load(offsets_ptr + bins + 1, mask=listed, other=0).to(tl.int32)
+    tiles = (ends - first + TOKENS - 1) // TOKENS
+    stop = tl.cumsum(tiles, 0)
+    expert = tl.sum((stop <= index).to(tl.int32), 0)
+    row = tl.sum(tl.where(bins == expert, first + (index - stop + tiles) * TOKENS, 0), 0)
+    exists = expert < NUM_EXPERTS
+    end = tl.load(offsets_ptr + expert + 1, mask=exists, other=0).to(tl.int32)
+    count = tl.load(counts_ptr + expert, mask=exists, other=0).to(tl.int32)
+    valid = tl.load(offsets_ptr + expert).to(tl.int32) + count
+    return expert, row, valid, end, tl.max(ends, 0)
+
+
+@triton.jit
 def tile_of(index, num_row_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
     """(row tile, column tile): GROUP row tiles go over all columns together, and meet in the L2 cache."""
     group = index // (GROUP * COLUMN_TILES)
@@ -43,28 +75,54 @@ def tile_of(index, num_row_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexp
 
 
 @triton.jit
+def rows_of_tile(row, valid, slot_of_row_ptr, TOP_K: tl.constexpr, TOKENS: tl.constexpr):
+    """Where the tile's rows of x are: tokens of these rows, -1 for none; without slots the rows."""
+    rows = row + tl.arange(0, TOKENS)
+    if slot_of_row_ptr is not None:
+        slots = tl.load(slot_of_row_ptr + rows, mask=rows < valid, other=-1)
+        rows = tl.where(slots < 0, -1, slots // TOP_K)
+    return rows
+
+
+@triton.jit
 def load_rows(
     x,
     row,
+    rows,
     k,
     num_rows,
     x_stride,
     SIZE_IN: tl.constexpr,
     TMA: tl.constexpr,
     UNIT: tl.constexpr,
-    TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """[TOKENS,DEPTH]; zero past the last row and past SIZE_IN. The stride is in units of UNIT elements."""
+    """[TOKENS,DEPTH]; zero where there is no row and past SIZE_IN. The stride counts UNIT elements."""
     if TMA:
         value = x.load([row, k])
     else:
-        rows = row + tl.arange(0, TOKENS)
         ks = k + tl.arange(0, DEPTH)
         at = rows.to(tl.int64)[:, None] * (x_stride * UNIT) + ks[None, :]
-        held = (rows < num_rows)[:, None] & (ks < SIZE_IN)[None, :]
+        held = ((rows >= 0) & (rows < num_rows))[:, None] & (ks < SIZE_IN)[None, :]
         value = tl.load(x + at, mask=held, other=0.0)
     return value
+
+
+@triton.jit
+def columns_of(column, SIZE: tl.constexpr, PAIRED: tl.constexpr, COLUMNS: tl.constexpr):
+    """COLUMNS columns from `column` on; PAIRED: half of them, and their partners in the other half of SIZE.
+
+    Also whether each exists.
+    """
+    each = tl.arange(0, COLUMNS)
+    if PAIRED:
+        columns = column + each % (COLUMNS // 2)
+        inside = columns < SIZE // 2
+        columns += each // (COLUMNS // 2) * (SIZE // 2)
+    else:
+        columns = column + each
+        inside = columns < SIZE
+    return columns, inside
 
 
 @triton.jit
@@ -76,78 +134,94 @@ def load_matrix(
     SIZE_IN: tl.constexpr,
     SIZE_OUT: tl.constexpr,
     OUT_MAJOR: tl.constexpr,
+    PAIRED: tl.constexpr,
     TMA: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """[COLUMNS,DEPTH] of M[expert], stored as [SIZE_OUT,SIZE_IN] if OUT_MAJOR, else transposed."""
+    """[COLUMNS,DEPTH] of M[expert], stored as [SIZE_OUT,SIZE_IN] if OUT_MAJOR, else transposed.
+
+    The descriptor of PAIRED columns splits SIZE_OUT into its halves.
+    """
     if TMA:
-        if OUT_MAJOR:
-            value = matrix.load([expert, column, k]).reshape(COLUMNS, DEPTH)
+        if PAIRED:
+            if OUT_MAJOR:
+                value = matrix.load([expert, 0, column, k]).reshape(COLUMNS, DEPTH)
+            else:
+                value = matrix.load([expert, k, 0, column]).reshape(DEPTH, COLUMNS).T
         else:
-            value = matrix.load([expert, k, column]).reshape(DEPTH, COLUMNS).T
+            if OUT_MAJOR:
+                value = matrix.load([expert, column, k]).reshape(COLUMNS, DEPTH)
+            else:
+                value = matrix.load([expert, k, column]).reshape(DEPTH, COLUMNS).T
     else:
-        columns = column + tl.arange(0, COLUMNS)
+        columns, inside = columns_of(column, SIZE_OUT, PAIRED, COLUMNS)
         ks = k + tl.arange(0, DEPTH)
         base = matrix + expert.to(tl.int64) * SIZE_IN * SIZE_OUT
         if OUT_MAJOR:
             at = columns.to(tl.int64)[:, None] * SIZE_IN + ks[None, :]
         else:
             at = ks.to(tl.int64)[None, :] * SIZE_OUT + columns[:, None]
-        held = (columns < SIZE_OUT)[:, None] & (ks < SIZE_IN)[None, :]
+        held = inside[:, None] & (ks < SIZE_IN)[None, :]
         value = tl.load(base + at, mask=held, other=0.0)
     return value
 
 
 @triton.jit
-def multiply_tile(
+def product_tile(
     x,
     matrix,
     bias_ptr,
-    out_ptr,
     expert,
     row,
-    valid,
-    end,
+    rows,
     column,
     num_rows,
     x_stride,
     SIZE_IN: tl.constexpr,
     SIZE_OUT: tl.constexpr,
     OUT_MAJOR: tl.constexpr,
+    PAIRED: tl.constexpr,
+    X_TMA: tl.constexpr,
     TMA: tl.constexpr,
     UNIT: tl.constexpr,
     TOKENS_LAST: tl.constexpr,
     PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """out[row : end] = x[row : end] M[expert]^T (+ bias) for COLUMNS columns; zeros from row `valid` on.
+    """[TOKENS,COLUMNS] x[rows] M[expert]^T (+ bias) of the columns of `columns_of`, in fp32.
 
     TOKENS_LAST puts few tokens on the side of the MMA that may be narrow.
     """
+    TOKENS: tl.constexpr = rows.shape[0]
     acc = tl.zeros((COLUMNS, TOKENS) if TOKENS_LAST else (TOKENS, COLUMNS), tl.float32)
     for k in range(0, SIZE_IN, DEPTH):
         m = load_matrix(
-            matrix, expert, column, k, SIZE_IN, SIZE_OUT, OUT_MAJOR, TMA, COLUMNS, DEPTH
+            matrix, expert, column, k, SIZE_IN, SIZE_OUT, OUT_MAJOR, PAIRED, TMA, COLUMNS, DEPTH
         )
-        xs = load_rows(x, row, k, num_rows, x_stride, SIZE_IN, TMA, UNIT, TOKENS, DEPTH)
+        xs = load_rows(x, row, rows, k, num_rows, x_stride, SIZE_IN, X_TMA, UNIT, DEPTH)
         if TOKENS_LAST:
             acc = tl.dot(m, xs.T, acc, input_precision=PRECISION)
         else:
             acc = tl.dot(xs, m.T, acc, input_precision=PRECISION)
     if TOKENS_LAST:
         acc = acc.T
-    rows = row + tl.arange(0, TOKENS)
-    columns = column + tl.arange(0, COLUMNS)
-    inside = columns < SIZE_OUT
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + expert.to(tl.int64) * SIZE_OUT + columns, mask=inside, other=0.0)
-        acc += bias.to(tl.float32)[None, :]
+        columns, inside = columns_of(column, SIZE_OUT, PAIRED, COLUMNS)
+        at = bias_ptr + expert.to(tl.int64) * SIZE_OUT + columns
+        acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def store_tile(out_ptr, acc, row, valid, end, column, SIZE, width):
+    """Rows from `valid` on are zeros; none from `end` on, and no column from `width` on, is written."""
+    rows = row + tl.arange(0, acc.shape[0])
+    columns = column + tl.arange(0, acc.shape[1])
     acc = tl.where((rows < valid)[:, None], acc, 0.0)
-    at = rows.to(tl.int64)[:, None] * SIZE_OUT + columns[None, :]
-    held = (rows < end)[:, None] & inside[None, :]
+    at = rows.to(tl.int64)[:, None] * SIZE + columns[None, :]
+    held = (rows < end)[:, None] & (columns < width)[None, :]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=held)
 
 

@@ -1,0 +1,409 @@
+"""The two fused GEMMs of the expert MLP, whose epilogues hold the activation.
+
+up              z[r] = W1[e] x[t] + b1[e] and a[r] = activation(z[r]); z is written only if it is kept
+down gradient   d_a[r] = W2[e]^T g[t], of which only what follows from it is written: d_z[r], w a[r] and
+                <d_a[r], a[r]> by tile of columns; the gradient of a routing weight is their sum, plus
+                <g[t], b2[e]>
+
+Scheduled as `grouped_gemm`. `up` gathers tokens as it multiplies (pointer loads of x[t]), or reads rows that
+`permute` has put side by side, through descriptors, as the down gradient does. Bytes besides the GEMM's:
+up writes 3 R I elements instead of 2 R I (R I if z is not kept); the down gradient reads 2 R I and writes
+3 R I instead of R I.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tokenyard.kernels.device.activation import FUNCTION_OF_GATED
+from tokenyard.kernels.device.expert_mlp import slope_tile, up_tile, weights_gradient_kernel
+from tokenyard.kernels.device.gemm import (
+    found_tile,
+    listed_tile,
+    product_tile,
+    rows_of_tile,
+    tile_of,
+    zero_rows_after,
+)
+from tokenyard.kernels.groups import (
+    GROUP,
+    list_tiles,
+    precision_of,
+    stored_matrix,
+    unit_of,
+    unit_stride,
+)
+from tokenyard.kernels.launch import Launcher
+from tokenyard.kernels.tiles import (
+    GemmTile,
+    architecture,
+    bucket_of,
+    cdiv,
+    describable,
+    gemm_tile,
+    multiprocessors,
+    next_power_of_2,
+)
+
+
+@triton.jit(do_not_specialize=["num_rows", "x_rows", "x_stride"])
+def _up_kernel(
+    tiles_ptr,
+    totals_ptr,
+    x,
+    matrix,
+    bias_ptr,
+    z_ptr,
+    a_ptr,
+    slot_of_row_ptr,
+    num_rows,
+    x_rows,
+    x_stride,
+    GROUP: tl.constexpr,
+    SIZE_IN: tl.constexpr,
+    SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    OUT_MAJOR: tl.constexpr,
+    X_TMA: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    column_tiles: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    token_tiles = tl.load(totals_ptr)
+    start, step = tl.program_id(0), tl.num_programs(0)
+    for index in tl.range(start, token_tiles * column_tiles, step, flatten=True):
+        token_tile, column_tile = tile_of(index, token_tiles, column_tiles, GROUP)
+        expert, row, valid, end = listed_tile(tiles_ptr, token_tile)
+        up_tile(
+            x, matrix, bias_ptr, z_ptr, a_ptr, slot_of_row_ptr,
+            expert, row, valid, end, column_tile * COLUMNS, x_rows, x_stride,
+            SIZE_IN, SIZE, KIND, FUNCTION, INTERLEAVED, TOP_K, OUT_MAJOR, X_TMA, TMA, UNIT, False,
+            PRECISION, TOKENS, COLUMNS, DEPTH,
+        )  # fmt: skip
+    last = tl.load(totals_ptr + 1)
+    zero_rows_after(a_ptr, last, num_rows, SIZE)
+    if z_ptr is not None:
+        zero_rows_after(z_ptr, last, num_rows, SIZE if KIND == "" else 2 * SIZE)
+
+
+@triton.jit(do_not_specialize=["num_rows", "x_rows", "x_stride"])
+def _up_direct_kernel(
+    offsets_ptr,
+    counts_ptr,
+    x,
+    matrix,
+    bias_ptr,
+    z_ptr,
+    a_ptr,
+    slot_of_row_ptr,
+    num_rows,
+    x_rows,
+    x_stride,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SIZE_IN: tl.constexpr,
+    SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    OUT_MAJOR: tl.constexpr,
+    X_TMA: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    column_tiles: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    index = tl.program_id(0) // column_tiles
+    column = tl.program_id(0) % column_tiles * COLUMNS
+    expert, row, valid, end, last = found_tile(
+        offsets_ptr, counts_ptr, index, NUM_EXPERTS, EXPERTS, TOKENS
+    )
+    if expert < NUM_EXPERTS:
+        up_tile(
+            x, matrix, bias_ptr, z_ptr, a_ptr, slot_of_row_ptr,
+            expert, row, valid, end, column, x_rows, x_stride,
+            SIZE_IN, SIZE, KIND, FUNCTION, INTERLEAVED, TOP_K, OUT_MAJOR, X_TMA, TMA, UNIT, True,
+            PRECISION, TOKENS, COLUMNS, DEPTH,
+        )  # fmt: skip
+    zero_rows_after(a_ptr, last, num_rows, SIZE)
+    if z_ptr is not None:
+        zero_rows_after(z_ptr, last, num_rows, SIZE if KIND == "" else 2 * SIZE)
+
+
+@triton.jit(do_not_specialize=["num_rows", "g_stride"])
+def _down_gradient_kernel(
+    tiles_ptr,
+    totals_ptr,
+    g,
+    matrix,
+    z_ptr,
+    topk_weights_ptr,
+    d_z_ptr,
+    weighted_ptr,
+    dots_ptr,
+    slot_of_row_ptr,
+    num_rows,
+    g_stride,
+    GROUP: tl.constexpr,
+    SIZE_IN: tl.constexpr,
+    SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    OUT_MAJOR: tl.constexpr,
+    X_TMA: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    column_tiles: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    token_tiles = tl.load(totals_ptr)
+    start, step = tl.program_id(0), tl.num_programs(0)
+    for index in tl.range(start, token_tiles * column_tiles, step, flatten=True):
+        token_tile, column_tile = tile_of(index, token_tiles, column_tiles, GROUP)
+        expert, row, valid, end = listed_tile(tiles_ptr, token_tile)
+        column = column_tile * COLUMNS
+        rows = rows_of_tile(row, valid, None, 1, TOKENS)
+        d_a = product_tile(
+            g, matrix, None, expert, row, rows, column, num_rows, g_stride,
+            SIZE_IN, SIZE, OUT_MAJOR, False, X_TMA, TMA, UNIT, False, PRECISION, COLUMNS, DEPTH,
+        )  # fmt: skip
+        own = row + tl.arange(0, TOKENS)
+        slots = tl.load(slot_of_row_ptr + own, mask=own < valid, other=-1)
+        weight = tl.load(topk_weights_ptr + slots, mask=slots >= 0, other=0.0).to(tl.float32)
+        dots = slope_tile(
+            d_a, z_ptr, d_z_ptr, weighted_ptr, weight, row, valid, end, column,
+            SIZE, KIND, FUNCTION, INTERLEAVED,
+        )  # fmt: skip
+        tl.store(dots_ptr + column_tile.to(tl.int64) * num_rows + own, dots, mask=own < valid)
+    last = tl.load(totals_ptr + 1)
+    zero_rows_after(weighted_ptr, last, num_rows, SIZE)
+    zero_rows_after(d_z_ptr, last, num_rows, SIZE if KIND == "" else 2 * SIZE)
+
+
+@cache
+def _launcher(
+    kernel: Any,
+    dtypes: tuple[torch.dtype | bool, ...],
+    experts: tuple[tuple[str, int], ...],
+    size_in: int,
+    size: int,
+    kind: str,
+    layout: str,
+    top_k: int | None,
+    out_major: bool,
+    x_tma: bool,
+    tma: bool,
+    unit: int,
+    precision: str,
+    tile: GemmTile,
+) -> Launcher:
+    is_gated = kind in FUNCTION_OF_GATED
+    constants = {
+        **dict(experts),
+        "SIZE_IN": size_in,
+        "SIZE": size,
+        "KIND": kind if is_gated else "",
+        "FUNCTION": FUNCTION_OF_GATED.get(kind, kind),
+        "INTERLEAVED": is_gated and layout == "interleaved",
+        **({} if top_k is None else {"TOP_K": top_k}),
+        "OUT_MAJOR": out_major,
+        "X_TMA": x_tma,
+        "TMA": tma,
+        "UNIT": unit,
+        "PRECISION": precision,
+        "TOKENS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+    }
+    return Launcher(kernel, constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+
+def _sources(
+    x: Tensor, matrix: Tensor, x_tma: bool, tma: bool, block: list[int], tile: GemmTile
+) -> tuple[Any, Any]:
+    """Descriptors, or the tensors."""
+    return (
+        TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]) if x_tma else x,
+        TensorDescriptor.from_tensor(matrix, block) if tma else matrix,
+    )
+
+
+def _split(matrix: Tensor, out_major: bool) -> Tensor:
+    """Gate and up on a dimension of their own, so that one descriptor loads columns of both."""
+    num_experts, first, second = matrix.shape
+    shape = (2, first // 2, second) if out_major else (first, 2, second // 2)
+    return matrix.view(num_experts, *shape)
+
+
+def gathers(x: Tensor, num_rows: int, w_gate_up: Tensor) -> bool:
+    """Whether `up` is faster with tokens that it gathers than after a permutation: at few rows."""
+    return bucket_of(cdiv(num_rows, w_gate_up.shape[0])) != "many"
+
+
+def up(
+    x: Tensor,
+    slot_of_row: Tensor | None,
+    top_k: int,
+    matrix: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    counts: Tensor,
+    out_major: bool,
+    kind: str,
+    layout: str,
+    num_rows: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """(a [R,I], z [R,2I] or empty) of the tokens x [T,H] at these slots, or of rows x [R,H] without slots."""
+    num_experts, x = matrix.shape[0], unit_stride(x)
+    matrix, out_major, size_in, width = stored_matrix(matrix, out_major)
+    is_gated = kind in FUNCTION_OF_GATED
+    size = width // 2 if is_gated else width
+    a = x.new_empty(num_rows, size)
+    z = x.new_empty(num_rows, width) if keep else x.new_empty(0)
+    if a.numel() == 0:
+        return a, z
+    arch, bucket = architecture(x.device), bucket_of(cdiv(num_rows, num_experts))
+    direct = bucket != "many"
+    tile, _ = gemm_tile(arch, x.dtype, f"up {bucket}", size_in, size)
+    columns = [tile.columns]
+    if is_gated and layout == "interleaved":
+        columns = [2 * tile.columns]
+    elif is_gated:
+        columns, matrix = [2, tile.columns], _split(matrix, out_major)
+    tma = describable(arch, matrix)
+    x_tma = slot_of_row is None and tma and describable(arch, x)
+    listed = (("NUM_EXPERTS", num_experts), ("EXPERTS", next_power_of_2(num_experts)))
+    launch = _launcher(
+        _up_direct_kernel if direct else _up_kernel,
+        (x.dtype, bias is not None, keep, slot_of_row is None, offsets.dtype, counts.dtype),
+        listed if direct else (("GROUP", GROUP),),
+        size_in,
+        size,
+        kind,
+        layout,
+        top_k,
+        out_major,
+        x_tma,
+        tma,
+        unit := unit_of(x),
+        precision_of(x.dtype),
+        tile,
+    )
+    block = [1, *columns, tile.depth] if out_major else [1, tile.depth, *columns]
+    sources = _sources(x, matrix, x_tma, tma, block, tile)
+    operands = (*sources, bias, z if keep else None, a, slot_of_row)
+    numbers = num_rows, x.shape[0], x.stride(0) // unit
+    column_tiles = cdiv(size, tile.columns)
+    if direct:
+        most_tiles = min(num_experts, num_rows) + num_rows // tile.rows
+        launch(most_tiles * column_tiles, (offsets, counts, *operands), numbers)
+        return a, z
+    tiles, totals = list_tiles(offsets, counts, num_rows, tile.rows)
+    programs = min(multiprocessors(x.device) * tile.programs, tiles.shape[0] * column_tiles)
+    launch(programs, (tiles, totals, *operands), numbers)
+    return a, z
+
+
+def down_gradient(
+    g: Tensor,
+    slot_of_row: Tensor,
+    matrix: Tensor,
+    z: Tensor,
+    topk_weights: Tensor,
+    offsets: Tensor,
+    counts: Tensor,
+    out_major: bool,
+    kind: str,
+    layout: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """d_z [R,2I], w a [R,I], and [parts,R] what <d_a, a> of every row with a token is the sum of, fp32.
+
+    g [R,H] the gradients of rows without their weights; matrix [E,I,H] if out_major, else [E,H,I]
+    """
+    num_rows, g = z.shape[0], unit_stride(g)
+    matrix, out_major, size_in, size = stored_matrix(matrix, out_major)
+    d_z, weighted = torch.empty_like(z), z.new_empty(num_rows, size)
+    if z.numel() == 0:
+        return d_z, weighted, z.new_zeros(1, num_rows, dtype=torch.float32)
+    arch = architecture(g.device)
+    tile, _ = gemm_tile(arch, g.dtype, "down gradient", size_in, size)
+    tma = describable(arch, matrix)
+    x_tma = tma and describable(arch, g)
+    topk_weights = topk_weights.contiguous()
+    launch = _launcher(
+        _down_gradient_kernel,
+        (g.dtype, topk_weights.dtype, offsets.dtype, counts.dtype),
+        (("GROUP", GROUP),),
+        size_in,
+        size,
+        kind,
+        layout,
+        None,
+        out_major,
+        x_tma,
+        tma,
+        unit := unit_of(g),
+        precision_of(g.dtype),
+        tile,
+    )
+    column_tiles = cdiv(size, tile.columns)
+    dots = z.new_empty(column_tiles, num_rows, dtype=torch.float32)
+    tiles, totals = list_tiles(offsets, counts, num_rows, tile.rows)
+    block = [1, tile.columns, tile.depth] if out_major else [1, tile.depth, tile.columns]
+    sources = _sources(g, matrix, x_tma, tma, block, tile)
+    tensors = (tiles, totals, *sources, z, topk_weights, d_z, weighted, dots, slot_of_row)
+    programs = min(multiprocessors(g.device) * tile.programs, tiles.shape[0] * column_tiles)
+    launch(programs, tensors, (num_rows, g.stride(0) // unit))
+    return d_z, weighted, dots
+
+
+@cache
+def _weights_launcher(
+    dtypes: tuple[torch.dtype, ...], parts: int, size: int, top_k: int
+) -> tuple[Launcher, int]:
+    columns = min(next_power_of_2(size), 256)
+    slots = max(2048 // columns, 8)
+    constants = {"PARTS": parts, "SIZE": size, "TOP_K": top_k, "SLOTS": slots, "COLUMNS": columns}
+    return Launcher(weights_gradient_kernel, constants), slots
+
+
+def weights_gradient(
+    dots: Tensor,
+    row_of_slot: Tensor,
+    g: Tensor,
+    bias: Tensor | None,
+    topk_indices: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[T,K], from the parts of `down_gradient`, the gradients g [T,H] of tokens, and b2 [E,H] or None."""
+    d_weights = dots.new_empty(row_of_slot.shape, dtype=dtype)
+    num_slots, top_k = row_of_slot.numel(), row_of_slot.shape[1]
+    if num_slots == 0:
+        return d_weights
+    g, bias = unit_stride(g), None if bias is None else bias.contiguous()
+    dtypes = (dtype, g.dtype, topk_indices.dtype, torch.bool if bias is None else bias.dtype)
+    launch, slots = _weights_launcher(dtypes, dots.shape[0], g.shape[1], top_k)
+    tensors = (dots, row_of_slot, g, bias, topk_indices.contiguous(), d_weights)
+    launch(cdiv(num_slots, slots), tensors, (num_slots, dots.shape[1], g.stride(0)))
+    return d_weights
