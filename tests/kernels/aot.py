@@ -242,7 +242,7 @@ def activation_family(target: str) -> None:
 
 
 def expert_family(target: str) -> None:
-    """The fused GEMMs of the experts with every tile of the target's table."""
+    """The experts' kernels, with every tile of the target's table."""
     from tokenyard.kernels import expert_mlp
 
     expert_mlp.architecture = lambda device: target
@@ -251,7 +251,6 @@ def expert_family(target: str) -> None:
     groups = offsets, offsets[1:]
     for dtype in (torch.bfloat16, torch.float32):
         w1 = torch.empty(num_experts, 2 * inner, hidden, dtype=dtype)
-        w2 = torch.empty(num_experts, hidden, inner, dtype=dtype)
         for rows_per_expert in (8, 24, 48, 256):
             num_rows = rows_per_expert * num_experts
             x, slots = torch.empty(num_rows, hidden, dtype=dtype), torch.zeros(num_rows).int()
@@ -259,15 +258,14 @@ def expert_family(target: str) -> None:
             way = "swiglu", "concatenated"
             expert_mlp.up(tokens, slots, top_k, w1, None, *groups, True, *way, num_rows, True)
         z, weights = torch.empty(num_rows, 2 * inner, dtype=dtype), torch.empty(len(tokens), top_k)
-        rest = slots, w2, z, weights, *groups, False
-        *_, dots = expert_mlp.down_gradient(x, *rest, *way)
+        d_a = torch.empty(num_rows, inner, dtype=dtype)
+        _, dots = expert_mlp.activation_gradient(d_a, z, weights, slots, *way)
+        ids, bias = slots.view(-1, top_k), torch.empty(num_experts, hidden, dtype=dtype)
+        expert_mlp.weights_gradient(dots, ids, tokens, bias, ids, dtype)
         if dtype == torch.bfloat16:
             way = "clamped_swiglu", "interleaved"
             expert_mlp.up(x, None, top_k, w1, None, *groups, True, *way, num_rows, True)
-            expert_mlp.down_gradient(x, *rest, *way)
-        ids = slots.view(-1, top_k)
-        bias = torch.empty(num_experts, hidden, dtype=dtype)
-        expert_mlp.weights_gradient(dots, ids, tokens, bias, ids, dtype)
+            expert_mlp.activation_gradient(d_a, z, weights, slots, *way)
 
 
 FAMILIES: dict[str, Callable[[str], None]] = {

@@ -17,7 +17,7 @@ WIDE = "7168"
 MOVES = {"_permute_kernel", "_combine_kernel", "_sort_chunks_kernel", "_backward_kernel"}
 
 GEMMS = {"_direct_kernel", "_grouped_gemm_kernel", "_weight_gradient_kernel"}
-EXPERTS = {"_up_kernel", "_up_direct_kernel", "_down_gradient_kernel", "weights_gradient_kernel"}
+EXPERTS = {"_up_kernel", "_up_direct_kernel", "_slopes_kernel", "_weights_gradient_kernel"}
 
 Report = dict[str, Any]
 

@@ -1,14 +1,12 @@
-"""The two fused GEMMs of the expert MLP, whose epilogues hold the activation.
+"""What the expert MLP has besides its moves and plain GEMMs.
 
-up              z[r] = W1[e] x[t] + b1[e] and a[r] = activation(z[r]); z is written only if it is kept
-down gradient   d_a[r] = W2[e]^T g[t], of which only what follows from it is written: d_z[r], w a[r] and
-                <d_a[r], a[r]> by tile of columns; the gradient of a routing weight is their sum, plus
-                <g[t], b2[e]>
-
-Scheduled as `grouped_gemm`. `up` gathers tokens as it multiplies (pointer loads of x[t]), or reads rows that
-`permute` has put side by side, through descriptors, as the down gradient does. Bytes besides the GEMM's:
-up writes 3 R I elements instead of 2 R I (R I if z is not kept); the down gradient reads 2 R I and writes
-3 R I instead of R I.
+up         z[r] = W1[e] x[t] + b1[e] and a[r] = activation(z[r]), in the epilogue of one GEMM, scheduled as
+           `grouped_gemm`; z is written only if it is kept. Gathers tokens as it multiplies (pointer loads
+           of x[t]), or reads rows that `permute` has put side by side, through descriptors.
+           3 R I elements written, R I without z, besides the bytes that the GEMM reads
+slopes     one pass over d_a[r] = W2[e]^T g[t] and z: d_z[r], w a[r] in place of d_a[r], and <d_a[r], a[r]>;
+           6 R I elements
+weights    the gradient of a routing weight: that dot of its row, and <g[t], b2[e]>
 """
 
 from functools import cache
@@ -20,13 +18,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenyard.kernels.device.activation import FUNCTION_OF_GATED
-from tokenyard.kernels.device.expert_mlp import slope_tile, up_tile, weights_gradient_kernel
+from tokenyard.kernels.device.activation import (
+    FUNCTION_OF_GATED,
+    load_gate_up,
+    slopes,
+    store_gate_up,
+)
+from tokenyard.kernels.device.expert_mlp import up_tile
 from tokenyard.kernels.device.gemm import (
     found_tile,
     listed_tile,
-    product_tile,
-    rows_of_tile,
     tile_of,
     zero_rows_after,
 )
@@ -146,58 +147,87 @@ def _up_direct_kernel(
         zero_rows_after(z_ptr, last, num_rows, SIZE if KIND == "" else 2 * SIZE)
 
 
-@triton.jit(do_not_specialize=["num_rows", "g_stride"])
-def _down_gradient_kernel(
-    tiles_ptr,
-    totals_ptr,
-    g,
-    matrix,
+@triton.jit(do_not_specialize=["num_rows"])
+def _slopes_kernel(
+    d_a_ptr,
     z_ptr,
     topk_weights_ptr,
-    d_z_ptr,
-    weighted_ptr,
-    dots_ptr,
     slot_of_row_ptr,
+    d_z_ptr,
+    dots_ptr,
     num_rows,
-    g_stride,
-    GROUP: tl.constexpr,
-    SIZE_IN: tl.constexpr,
     SIZE: tl.constexpr,
     KIND: tl.constexpr,
     FUNCTION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    OUT_MAJOR: tl.constexpr,
-    X_TMA: tl.constexpr,
-    TMA: tl.constexpr,
-    UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
 ):
-    column_tiles: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
-    token_tiles = tl.load(totals_ptr)
-    start, step = tl.program_id(0), tl.num_programs(0)
-    for index in tl.range(start, token_tiles * column_tiles, step, flatten=True):
-        token_tile, column_tile = tile_of(index, token_tiles, column_tiles, GROUP)
-        expert, row, valid, end = listed_tile(tiles_ptr, token_tile)
-        column = column_tile * COLUMNS
-        rows = rows_of_tile(row, valid, None, 1, TOKENS)
-        d_a = product_tile(
-            g, matrix, None, expert, row, rows, column, num_rows, g_stride,
-            SIZE_IN, SIZE, OUT_MAJOR, False, X_TMA, TMA, UNIT, False, PRECISION, COLUMNS, DEPTH,
-        )  # fmt: skip
-        own = row + tl.arange(0, TOKENS)
-        slots = tl.load(slot_of_row_ptr + own, mask=own < valid, other=-1)
-        weight = tl.load(topk_weights_ptr + slots, mask=slots >= 0, other=0.0).to(tl.float32)
-        dots = slope_tile(
-            d_a, z_ptr, d_z_ptr, weighted_ptr, weight, row, valid, end, column,
-            SIZE, KIND, FUNCTION, INTERLEAVED,
-        )  # fmt: skip
-        tl.store(dots_ptr + column_tile.to(tl.int64) * num_rows + own, dots, mask=own < valid)
-    last = tl.load(totals_ptr + 1)
-    zero_rows_after(weighted_ptr, last, num_rows, SIZE)
-    zero_rows_after(d_z_ptr, last, num_rows, SIZE if KIND == "" else 2 * SIZE)
+    """A program takes whole rows, so that <d_a, a> is one sum in the order of the columns."""
+    dtype = d_z_ptr.dtype.element_ty
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    slots = tl.load(slot_of_row_ptr + rows, mask=rows < num_rows, other=-1)
+    owned = slots >= 0
+    weight = tl.load(topk_weights_ptr + slots, mask=owned, other=0.0).to(tl.float32)[:, None]
+    dots = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, SIZE, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        held = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
+        gate, up = load_gate_up(z_ptr, rows, start, num_rows, SIZE, KIND, INTERLEAVED, COLUMNS)
+        at = d_a_ptr + rows[:, None] * SIZE + columns[None, :]
+        d = tl.load(at, mask=held & owned[:, None], other=0.0).to(tl.float32)
+        a, gate_slope, up_slope = slopes(gate, up, KIND, FUNCTION)
+        a = a.to(dtype).to(tl.float32)
+        dots += d * a
+        tl.store(at, (a * weight).to(dtype), mask=held)
+        d *= weight
+        d_gate, d_up = (d * gate_slope).to(dtype), (d * up_slope).to(dtype)
+        store_gate_up(d_z_ptr, d_gate, d_up, rows, start, num_rows, SIZE, KIND, INTERLEAVED)
+    tl.store(dots_ptr + rows, tl.sum(dots, 1), mask=rows < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_slots", "g_stride"])
+def _weights_gradient_kernel(
+    dots_ptr,
+    row_of_slot_ptr,
+    g_ptr,
+    bias_ptr,
+    topk_indices_ptr,
+    d_weights_ptr,
+    num_slots,
+    g_stride,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Of each slot: its row's dot and <g[t], bias[e]>."""
+    slots = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
+    rows = tl.load(row_of_slot_ptr + slots, mask=slots < num_slots, other=-1).to(tl.int64)
+    owned = rows >= 0
+    total = tl.load(dots_ptr + rows, mask=owned, other=0.0)
+    if bias_ptr is not None:
+        experts = tl.load(topk_indices_ptr + slots, mask=owned, other=0).to(tl.int64)
+        products = tl.zeros((SLOTS, COLUMNS), tl.float32)
+        for start in range(0, SIZE, COLUMNS):
+            columns = start + tl.arange(0, COLUMNS)
+            held = owned[:, None] & (columns < SIZE)[None, :]
+            g_at = g_ptr + (slots // TOP_K)[:, None] * g_stride + columns[None, :]
+            bias_at = bias_ptr + experts[:, None] * SIZE + columns[None, :]
+            g = tl.load(g_at, mask=held, other=0.0).to(tl.float32)
+            products += g * tl.load(bias_at, mask=held, other=0.0).to(tl.float32)
+        total += tl.sum(products, 1)
+    total = total.to(d_weights_ptr.dtype.element_ty)
+    tl.store(d_weights_ptr + slots, total, mask=slots < num_slots)
+
+
+def _form(kind: str, layout: str) -> dict[str, Any]:
+    is_gated = kind in FUNCTION_OF_GATED
+    return {
+        "KIND": kind if is_gated else "",
+        "FUNCTION": FUNCTION_OF_GATED.get(kind, kind),
+        "INTERLEAVED": is_gated and layout == "interleaved",
+    }
 
 
 @cache
@@ -209,7 +239,7 @@ def _launcher(
     size: int,
     kind: str,
     layout: str,
-    top_k: int | None,
+    top_k: int,
     out_major: bool,
     x_tma: bool,
     tma: bool,
@@ -217,15 +247,12 @@ def _launcher(
     precision: str,
     tile: GemmTile,
 ) -> Launcher:
-    is_gated = kind in FUNCTION_OF_GATED
     constants = {
         **dict(experts),
         "SIZE_IN": size_in,
         "SIZE": size,
-        "KIND": kind if is_gated else "",
-        "FUNCTION": FUNCTION_OF_GATED.get(kind, kind),
-        "INTERLEAVED": is_gated and layout == "interleaved",
-        **({} if top_k is None else {"TOP_K": top_k}),
+        **_form(kind, layout),
+        "TOP_K": top_k,
         "OUT_MAJOR": out_major,
         "X_TMA": x_tma,
         "TMA": tma,
@@ -325,67 +352,39 @@ def up(
     return a, z
 
 
-def down_gradient(
-    g: Tensor,
-    slot_of_row: Tensor,
-    matrix: Tensor,
-    z: Tensor,
-    topk_weights: Tensor,
-    offsets: Tensor,
-    counts: Tensor,
-    out_major: bool,
-    kind: str,
-    layout: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """d_z [R,2I], w a [R,I], and [parts,R] what <d_a, a> of every row with a token is the sum of, fp32.
+@cache
+def _slopes_launcher(
+    dtypes: tuple[torch.dtype, ...], size: int, kind: str, layout: str
+) -> tuple[Launcher, int]:
+    columns = min(next_power_of_2(size), 512)
+    rows = max(2048 // columns, 1)
+    tile = {"ROWS": rows, "COLUMNS": columns}
+    return Launcher(_slopes_kernel, {"SIZE": size, **_form(kind, layout), **tile}), rows
 
-    g [R,H] the gradients of rows without their weights; matrix [E,I,H] if out_major, else [E,H,I]
-    """
-    num_rows, g = z.shape[0], unit_stride(g)
-    matrix, out_major, size_in, size = stored_matrix(matrix, out_major)
-    d_z, weighted = torch.empty_like(z), z.new_empty(num_rows, size)
+
+def activation_gradient(
+    d_a: Tensor, z: Tensor, topk_weights: Tensor, slot_of_row: Tensor, kind: str, layout: str
+) -> tuple[Tensor, Tensor]:
+    """d_z [R,2I], and <d_a, a> of every row [R] in fp32. d_a [R,I], contiguous, becomes w a."""
+    num_rows, size = d_a.shape
+    d_z, dots = torch.empty_like(z), z.new_empty(num_rows, dtype=torch.float32)
     if z.numel() == 0:
-        return d_z, weighted, z.new_zeros(1, num_rows, dtype=torch.float32)
-    arch = architecture(g.device)
-    tile, _ = gemm_tile(arch, g.dtype, "down gradient", size_in, size)
-    tma = describable(arch, matrix)
-    x_tma = tma and describable(arch, g)
-    topk_weights = topk_weights.contiguous()
-    launch = _launcher(
-        _down_gradient_kernel,
-        (g.dtype, topk_weights.dtype, offsets.dtype, counts.dtype),
-        (("GROUP", GROUP),),
-        size_in,
-        size,
-        kind,
-        layout,
-        None,
-        out_major,
-        x_tma,
-        tma,
-        unit := unit_of(g),
-        precision_of(g.dtype),
-        tile,
-    )
-    column_tiles = cdiv(size, tile.columns)
-    dots = z.new_empty(column_tiles, num_rows, dtype=torch.float32)
-    tiles, totals = list_tiles(offsets, counts, num_rows, tile.rows)
-    block = [1, tile.columns, tile.depth] if out_major else [1, tile.depth, tile.columns]
-    sources = _sources(g, matrix, x_tma, tma, block, tile)
-    tensors = (tiles, totals, *sources, z, topk_weights, d_z, weighted, dots, slot_of_row)
-    programs = min(multiprocessors(g.device) * tile.programs, tiles.shape[0] * column_tiles)
-    launch(programs, tensors, (num_rows, g.stride(0) // unit))
-    return d_z, weighted, dots
+        return d_z, dots.zero_()
+    dtypes = (z.dtype, topk_weights.dtype, slot_of_row.dtype)
+    launch, rows = _slopes_launcher(dtypes, size, kind, layout)
+    tensors = (d_a, z, topk_weights.contiguous(), slot_of_row, d_z, dots)
+    launch(cdiv(num_rows, rows), tensors, (num_rows,))
+    return d_z, dots
 
 
 @cache
 def _weights_launcher(
-    dtypes: tuple[torch.dtype, ...], parts: int, size: int, top_k: int
+    dtypes: tuple[torch.dtype, ...], size: int, top_k: int
 ) -> tuple[Launcher, int]:
     columns = min(next_power_of_2(size), 256)
     slots = max(2048 // columns, 8)
-    constants = {"PARTS": parts, "SIZE": size, "TOP_K": top_k, "SLOTS": slots, "COLUMNS": columns}
-    return Launcher(weights_gradient_kernel, constants), slots
+    constants = {"SIZE": size, "TOP_K": top_k, "SLOTS": slots, "COLUMNS": columns}
+    return Launcher(_weights_gradient_kernel, constants), slots
 
 
 def weights_gradient(
@@ -396,14 +395,14 @@ def weights_gradient(
     topk_indices: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[T,K], from the parts of `down_gradient`, the gradients g [T,H] of tokens, and b2 [E,H] or None."""
+    """[T,K], from the dots of rows, the gradients g [T,H] of tokens, and b2 [E,H] or None."""
     d_weights = dots.new_empty(row_of_slot.shape, dtype=dtype)
     num_slots, top_k = row_of_slot.numel(), row_of_slot.shape[1]
     if num_slots == 0:
         return d_weights
     g, bias = unit_stride(g), None if bias is None else bias.contiguous()
     dtypes = (dtype, g.dtype, topk_indices.dtype, torch.bool if bias is None else bias.dtype)
-    launch, slots = _weights_launcher(dtypes, dots.shape[0], g.shape[1], top_k)
+    launch, slots = _weights_launcher(dtypes, g.shape[1], top_k)
     tensors = (dots, row_of_slot, g, bias, topk_indices.contiguous(), d_weights)
-    launch(cdiv(num_slots, slots), tensors, (num_slots, dots.shape[1], g.stride(0)))
+    launch(cdiv(num_slots, slots), tensors, (num_slots, g.stride(0)))
     return d_weights

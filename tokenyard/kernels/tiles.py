@@ -67,6 +67,8 @@ class GemmTile:
 
 BUCKETS = (16, 32, 64)
 """Rows per expert up to which a tile of that many rows serves; beyond, "many"."""
+SHORT = 2048
+"""Inner sizes up to which stores take their share of the time; tiles for "short" ones, where listed, serve."""
 DESCRIPTORS = frozenset({"sm_90", "sm_100", "sm_103"})
 """Architectures whose tiles of 2-byte elements are loaded through tensor descriptors (TMA)."""
 
@@ -75,13 +77,14 @@ _HOPPER = {
     "32": GemmTile(32, 64, 128, 4, 4),
     "64": GemmTile(64, 128, 64, 4, 4),
     "many": GemmTile(128, 256, 64, 8, 3),
+    "short many": GemmTile(128, 128, 64, 4, 3, programs=2),
     "weight": GemmTile(128, 256, 32, 8, 6),
     "weight by pointers": GemmTile(128, 128, 64, 8, 3),
     "up 16": GemmTile(16, 32, 128, 4, 5),
     "up 32": GemmTile(32, 32, 128, 4, 4),
     "up 64": GemmTile(64, 64, 64, 4, 4),
     "up many": GemmTile(128, 128, 64, 8, 3),
-    "down gradient": GemmTile(128, 128, 64, 8, 4),
+    "short up many": GemmTile(128, 64, 64, 4, 3, programs=2),
 }
 _AMPERE = {  # 163 KB of shared memory
     "16": GemmTile(16, 64, 128, 4, 4),
@@ -94,7 +97,6 @@ _AMPERE = {  # 163 KB of shared memory
     "up 32": GemmTile(32, 32, 128, 4, 4),
     "up 64": GemmTile(64, 64, 32, 4, 4),
     "up many": GemmTile(128, 64, 64, 8, 3),
-    "down gradient": GemmTile(128, 128, 32, 8, 3),
 }
 _ADA = {  # 99 KB; consumer Blackwell too
     "16": GemmTile(16, 64, 128, 4, 3),
@@ -107,7 +109,6 @@ _ADA = {  # 99 KB; consumer Blackwell too
     "up 32": GemmTile(32, 32, 64, 4, 4),
     "up 64": GemmTile(64, 64, 32, 4, 4),
     "up many": GemmTile(128, 64, 32, 8, 4),
-    "down gradient": GemmTile(128, 128, 32, 8, 3),
 }
 _CDNA = {  # 64 KB
     "16": GemmTile(16, 64, 64, 4, 2),
@@ -120,7 +121,6 @@ _CDNA = {  # 64 KB
     "up 32": GemmTile(32, 32, 64, 4, 2),
     "up 64": GemmTile(64, 32, 64, 4, 2),
     "up many": GemmTile(128, 64, 32, 8, 2),
-    "down gradient": GemmTile(128, 64, 32, 8, 2),
 }
 _FP32 = {
     "16": GemmTile(16, 64, 32, 4, 3),
@@ -133,7 +133,6 @@ _FP32 = {
     "up 32": GemmTile(32, 32, 32, 4, 3),
     "up 64": GemmTile(64, 32, 16, 8, 3),
     "up many": GemmTile(64, 32, 16, 8, 3),
-    "down gradient": GemmTile(64, 64, 16, 8, 3),
 }
 _GEMM_TILES = {
     "sm_80": _AMPERE,
@@ -197,6 +196,8 @@ def gemm_tile(
     if (tile := tuned_tiles().get(key)) is not None:
         return tile, f"tuned for {key}"
     table = _FP32 if dtype.itemsize == 4 else _GEMM_TILES.get(arch, _ADA)
+    if size_in <= SHORT and f"short {bucket}" in table:
+        bucket = f"short {bucket}"
     return table[bucket], f"table of {arch}, {dtype.itemsize}-byte elements, {bucket}"
 
 

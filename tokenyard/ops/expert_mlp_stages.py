@@ -1,9 +1,9 @@
 """`expert_mlp` as kernels: nothing is read on the host, x and the pre-activation z alone are kept.
 
 forward    up with the activation, down, weighted sum
-backward   down transposed with the activation's gradient, which also gives w a and <d_a, a>; gradients of
-           both weights; up transposed; sum
-The rows of x are gathered as they are multiplied, or put side by side before, as those of the gradient.
+backward   down transposed; the activation's gradient, which also gives w a and <d_a, a>; gradients of both
+           weights; up transposed; sum
+The rows of x are gathered as they are multiplied, or put side by side before.
 """
 
 from types import ModuleType
@@ -112,6 +112,7 @@ def backward_in_stages(
     maps = row_of_slot, slot_of_row
     forms = kind, gate_up_layout, weight_layout
     out_major = weight_layout == "ENK"
+    transposed = "EKN" if out_major else "ENK"
     d_x = d_weights = d_w1 = d_w2 = d_b1 = d_b2 = x.new_empty(0)
 
     def weight_gradient(d_out: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
@@ -124,8 +125,9 @@ def backward_in_stages(
     if kept.numel() == 0:
         _, z = _up(stages, x, w_gate_up, b_gate_up, *maps, *groups, *forms, True)
     d_y = permute.permute(grad, *maps)  # before the weights
-    operands = d_y, slot_of_row, w_down, z, topk_weights, *groups
-    d_z, weighted, dots = experts.down_gradient(*operands, not out_major, kind, gate_up_layout)
+    weighted = gemm.grouped_gemm(d_y, w_down, None, *groups, transposed)  # d_a at first
+    operands = weighted, z, topk_weights, slot_of_row
+    d_z, dots = experts.activation_gradient(*operands, kind, gate_up_layout)
     if need_w2:
         d_w2 = weight_gradient(d_y, weighted, w_down)
     del weighted
@@ -142,7 +144,6 @@ def backward_in_stages(
     if need_b1:
         d_b1 = gemm.bias_gradient(d_z, *groups)
     if need_x:
-        transposed = "EKN" if out_major else "ENK"
         d_rows = gemm.grouped_gemm(d_z, w_gate_up, None, *groups, transposed)
         d_x = unpermute.sum_rows(d_rows, row_of_slot)
     return [d_x, d_weights, d_w1, d_w2, d_b1, d_b2]
