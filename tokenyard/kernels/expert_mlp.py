@@ -167,15 +167,14 @@ def _slopes_kernel(
     dtype = d_z_ptr.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slots = tl.load(slot_of_row_ptr + rows, mask=rows < num_rows, other=-1)
-    owned = slots >= 0
-    weight = tl.load(topk_weights_ptr + slots, mask=owned, other=0.0).to(tl.float32)[:, None]
+    weight = tl.load(topk_weights_ptr + slots, mask=slots >= 0, other=0.0).to(tl.float32)[:, None]
     dots = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, SIZE, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         held = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
         gate, up = load_gate_up(z_ptr, rows, start, num_rows, SIZE, KIND, INTERLEAVED, COLUMNS)
         at = d_a_ptr + rows[:, None] * SIZE + columns[None, :]
-        d = tl.load(at, mask=held & owned[:, None], other=0.0).to(tl.float32)
+        d = tl.load(at, mask=held, other=0.0).to(tl.float32)
         a, gate_slope, up_slope = slopes(gate, up, KIND, FUNCTION)
         a = a.to(dtype).to(tl.float32)
         dots += d * a

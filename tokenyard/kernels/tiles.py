@@ -68,7 +68,7 @@ class GemmTile:
 BUCKETS = (16, 32, 64)
 """Rows per expert up to which a tile of that many rows serves; beyond, "many"."""
 SHORT = 2048
-"""Inner sizes up to which stores take their share of the time; tiles for "short" ones, where listed, serve."""
+"""Inner sizes up to which stores take their share of the time; for these, "short" tiles serve if listed."""
 DESCRIPTORS = frozenset({"sm_90", "sm_100", "sm_103"})
 """Architectures whose tiles of 2-byte elements are loaded through tensor descriptors (TMA)."""
 
