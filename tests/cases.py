@@ -208,6 +208,10 @@ def _chunks(routing: Routing, x: Tensor) -> dict[str, Any]:
     return {"x": x, "split_sizes": routing.tokens_per_expert, "order": order}
 
 
+def _tokens(routing: Routing, *inputs: Tensor) -> dict[str, Any]:
+    return dict(zip(("x", "weight", "bias"), inputs))
+
+
 E, K, H, N = 3, 2, 4, 6  # N = 2I
 _MLP = ("x", "topk_weights", "w_gate_up", "w_down", "b_gate_up", "b_down")
 
@@ -218,6 +222,10 @@ def _mlp_shapes(routing: Routing, biases: bool) -> list[tuple[int, ...]]:
 
 
 CALLS = {
+    "router_logits": Call("router_logits", lambda r: [(r.num_tokens, H), (E, H)], _tokens),
+    "router_logits, bias": Call(
+        "router_logits", lambda r: [(r.num_tokens, H), (E, H), (E,)], _tokens
+    ),
     "permute": Call("permute", lambda r: [(r.num_tokens, H)], _named("x")),
     "permute_slots": Call("permute_slots", lambda r: [(r.num_tokens, K)], _named("values")),
     "unpermute": Call("unpermute", lambda r: [(r.num_rows, H)], _named("rows")),

@@ -48,8 +48,8 @@ THIRD_PARTY: dict[str, frozenset[str] | None] = {
 
 
 OPERATORS = {
-    *("activation", "expert_mlp", "grouped_gemm", "permute", "permute_slots", "sort_chunks"),
-    *("topk", "unpermute"),
+    *("activation", "expert_mlp", "grouped_gemm", "permute", "permute_slots", "router_logits"),
+    *("sort_chunks", "topk", "unpermute"),
 }
 
 

@@ -29,6 +29,8 @@ PUBLIC_NAMES = [
     "permute_slots",
     "permute_slots_reference",
     "route",
+    "router_logits",
+    "router_logits_reference",
     "sort_chunks",
     "sort_chunks_reference",
     "topk",

@@ -20,6 +20,7 @@ from tokenyard.ops.permute import (
     permute_slots,
     permute_slots_reference,
 )
+from tokenyard.ops.router_logits import router_logits, router_logits_reference
 from tokenyard.ops.sort_chunks import sort_chunks, sort_chunks_reference
 from tokenyard.ops.topk import topk, topk_reference
 from tokenyard.ops.unpermute import RankTree, unpermute, unpermute_reference
@@ -47,6 +48,8 @@ __all__ = [
     "permute_slots",
     "permute_slots_reference",
     "route",
+    "router_logits",
+    "router_logits_reference",
     "sort_chunks",
     "sort_chunks_reference",
     "topk",

@@ -26,6 +26,7 @@ KERNELS: dict[str, str | None] = {
     "permute": "permute",
     "permute_slots": "permute",
     "route": "routing",
+    "router_logits": None,
     "sort_chunks": "sort_chunks",
     "topk": "topk",
     "unpermute": "unpermute",

@@ -1,16 +1,15 @@
-"""The router: a linear layer, then `topk`."""
+"""The router: `router_logits`, then `topk`."""
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenyard import check
 from tokenyard.ops.losses import update_selection_bias
+from tokenyard.ops.router_logits import router_logits
 from tokenyard.ops.topk import topk
 
 
@@ -25,15 +24,8 @@ class RouterOutput(NamedTuple):
 TOPK_OPTIONS = sorted((topk.__kwdefaults__ or {}).keys() - {"selection_bias", "topk_indices"})
 
 
-def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Nothing where the device knows no autocast, as "meta"."""
-    if torch.amp.is_autocast_available(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
-
-
 class Router(nn.Module):
-    """router_logits = x W^T (+ bias), then `topk` with its options.
+    """`router_logits`, x W^T (+ bias), then `topk` with its options.
 
     bias             the linear layer has one (gpt-oss)
     selection_bias   keep a buffer `e_score_correction_bias` [E], moved towards balance by
@@ -95,18 +87,15 @@ class Router(nn.Module):
     def forward(self, x: Tensor, topk_indices: Tensor | None = None) -> RouterOutput:
         """x [T,H]; `topk_indices` [T,K] are used instead of a choice (replay, hash routing)."""
         check.tensor("nn.Router", "x", x, ["T", self.hidden_size])
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        with without_autocast(x.device.type):
-            bias = None if self.bias is None else self.bias.to(dtype)
-            router_logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)
+        logits = router_logits(x, self.weight, self.bias)
         weights, indices = topk(
-            router_logits,
+            logits,
             self.top_k,
             selection_bias=self.e_score_correction_bias,
             topk_indices=topk_indices,
             **self.topk_options,
         )
-        return RouterOutput(router_logits, weights, indices)
+        return RouterOutput(logits, weights, indices)
 
     def update_selection_bias(self, tokens_per_expert: Tensor, rate: float = 1e-3) -> None:
         """Move the selection bias towards balance, in place (once per optimizer step)."""
