@@ -53,7 +53,9 @@ OPERATORS = {
 }
 
 
-KERNEL_TOOLS = {f"tokenyard.kernels.{name}" for name in ("groups", "launch", "tiles")}
+KERNEL_TOOLS = {
+    f"tokenyard.kernels.{name}" for name in ("groups", "hopper_gemm", "launch", "tiles")
+}
 
 
 class Import(NamedTuple):

@@ -33,6 +33,7 @@ from tokenyard.kernels.device.gemm import (
 )
 from tokenyard.kernels.groups import (
     GROUP,
+    hopper_kernels,
     list_tiles,
     precision_of,
     stored_matrix,
@@ -41,6 +42,7 @@ from tokenyard.kernels.groups import (
 )
 from tokenyard.kernels.launch import Launcher
 from tokenyard.kernels.tiles import (
+    CHOSEN,
     GemmTile,
     architecture,
     bucket_of,
@@ -311,7 +313,12 @@ def up(
         return a, z
     arch, bucket = architecture(x.device), bucket_of(cdiv(num_rows, num_experts))
     direct = bucket != "many"
-    tile, _ = gemm_tile(arch, x.dtype, f"up {bucket}", size_in, size)
+    tile, source = gemm_tile(arch, x.dtype, f"up {bucket}", size_in, size)
+    together = slot_of_row is None and not direct and source not in CHOSEN
+    hopper = hopper_kernels(x.device) if together else None
+    if hopper is not None and hopper.usable_up(x, matrix, out_major, width, kind, layout):
+        hopper.up(x, matrix, bias, offsets, counts, out_major, z if keep else None, a, kind)
+        return a, z
     columns = [tile.columns]
     if is_gated and layout == "interleaved":
         columns = [2 * tile.columns]

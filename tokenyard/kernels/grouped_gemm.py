@@ -33,6 +33,7 @@ from tokenyard.kernels.device.gemm import (
 )
 from tokenyard.kernels.groups import (
     GROUP,
+    hopper_kernels,
     list_tiles,
     precision_of,
     stored_matrix,
@@ -41,6 +42,7 @@ from tokenyard.kernels.groups import (
 )
 from tokenyard.kernels.launch import Launcher
 from tokenyard.kernels.tiles import (
+    CHOSEN,
     GemmTile,
     architecture,
     bucket_of,
@@ -258,9 +260,13 @@ def _multiply(
         return out
     arch = architecture(x.device)
     bucket = bucket_of(cdiv(num_rows, num_experts))
-    tile, _ = gemm_tile(arch, x.dtype, bucket, size_in, size_out)
-    tma = describable(arch, x, matrix)
+    tile, source = gemm_tile(arch, x.dtype, bucket, size_in, size_out)
     direct = bucket != "many"
+    hopper = None if direct or source in CHOSEN else hopper_kernels(x.device)
+    if hopper is not None and hopper.usable(x, matrix, size_out):
+        hopper.multiply(x, matrix, bias, offsets, counts, out_major, out)
+        return out
+    tma = describable(arch, x, matrix)
     launch = _multiply_launcher(
         (x.dtype, offsets.dtype, counts.dtype),
         num_experts if direct else 0,
@@ -335,7 +341,11 @@ def weight_gradient(
     arch = architecture(a.device)
     tma = describable(arch, a, b, out) and not accumulate
     bucket = "weight" if tma else "weight by pointers"
-    tile, _ = gemm_tile(arch, a.dtype, bucket, size_a, size_b)
+    tile, source = gemm_tile(arch, a.dtype, bucket, size_a, size_b)
+    hopper = hopper_kernels(a.device) if tma and source not in CHOSEN else None
+    if hopper is not None:
+        hopper.weight_gradient(a, b, offsets, counts, out)
+        return
     launch = _weight_launcher(
         (a.dtype, out.dtype, offsets.dtype, counts.dtype),
         num_experts,

@@ -1,18 +1,32 @@
 """What every kernel over experts' groups of rows does on the host: operands, and the list of tiles."""
 
+import importlib
 from functools import cache
+from types import ModuleType
 
 import torch
+import triton
 from torch import Tensor
 
 from tokenyard.kernels.device.gemm import schedule_kernel
 from tokenyard.kernels.launch import Launcher
-from tokenyard.kernels.tiles import next_power_of_2
+from tokenyard.kernels.tiles import architecture, next_power_of_2
 
 GROUP = 8
 """Row tiles that go over all columns together."""
+GLUON = ("3.6", "3.7")
+"""Versions of Triton whose Gluon, which is experimental, the kernels for Hopper are known to work with."""
 _SCHEDULERS = 16
 """Programs that list tiles, so that one expert with all rows is listed as quickly."""
+
+
+@cache
+def hopper_kernels(device: torch.device) -> ModuleType | None:
+    """The kernels for sm_90 that are written in Gluon, where they can run."""
+    known = triton.__version__.rpartition(".")[0] in GLUON
+    if not known or device.type != "cuda" or architecture(device) != "sm_90":
+        return None
+    return importlib.import_module("tokenyard.kernels.hopper_gemm")
 
 
 def precision_of(dtype: torch.dtype) -> str:

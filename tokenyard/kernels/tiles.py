@@ -65,6 +65,9 @@ class GemmTile:
     programs: int = 1
 
 
+ON_TRIAL, TUNED = "on trial", "tuned"
+CHOSEN = (ON_TRIAL, TUNED)
+"""Where a tile comes from that no table of ours and no other kernel is to replace."""
 BUCKETS = (16, 32, 64)
 """Rows per expert up to which a tile of that many rows serves; beyond, "many"."""
 SHORT = 2048
@@ -192,9 +195,9 @@ def gemm_tile(
     """
     key = tile_key(arch, dtype, bucket, size_in, size_out)
     if (tile := _trial.get(key)) is not None:
-        return tile, "on trial"
+        return tile, ON_TRIAL
     if (tile := tuned_tiles().get(key)) is not None:
-        return tile, f"tuned for {key}"
+        return tile, TUNED
     table = _FP32 if dtype.itemsize == 4 else _GEMM_TILES.get(arch, _ADA)
     if size_in <= SHORT and f"short {bucket}" in table:
         bucket = f"short {bucket}"
