@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.peers import Functions
 
@@ -13,6 +14,8 @@ class Case:
     num_bytes    each input read once, each output written once; 0 where bytes are not the bound
     written      of these, the bytes written
     num_flops    without padding; 0 where they are not the bound
+    rounds       of turns that the sides take
+    facts        what else the result is to say
     """
 
     name: str
@@ -22,3 +25,5 @@ class Case:
     num_bytes: int = 0
     written: int = 0
     num_flops: int = 0
+    rounds: int = 3
+    facts: dict[str, Any] = field(default_factory=dict)

@@ -4,7 +4,8 @@ python -m benchmarks.run [OPERATOR ...] [--shapes NAME ...] [--peers] [--json FI
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import grouped_gemm, measure, peers, permutation
+from benchmarks import grouped_gemm, layer_peers, measure, moe_layer, peers, permutation
 from benchmarks.case import Case
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.shapes import LAYERS, SHAPES, SINGLE, Shape
 
 GIB = 2**30
 
 
-OPERATORS = permutation.OPERATORS | grouped_gemm.OPERATORS
+OPERATORS = permutation.OPERATORS | grouped_gemm.OPERATORS | moe_layer.OPERATORS
 SHORT = {"route", "topk"}
 """So short that launching decides the time of an eager call: the kernels alone are timed too."""
 
@@ -31,7 +32,7 @@ def timed(case: Case, rate: float, with_peers: bool) -> dict[str, Any]:
     """
     case.check()
     functions = {"ours": case.run} | (case.peers if with_peers else {})
-    times = measure.gpu_milliseconds_in_turns(functions)
+    times = measure.gpu_milliseconds_in_turns(functions, case.rounds)
     milliseconds = times.pop("ours")
     row: dict[str, Any] = {"milliseconds": milliseconds}
     if case.num_bytes:
@@ -48,7 +49,10 @@ def timed(case: Case, rate: float, with_peers: bool) -> dict[str, Any]:
             name: {"milliseconds": theirs, "ratio": theirs / milliseconds}
             for name, theirs in times.items()
         }
-    return row
+        if case.num_flops:
+            for peer in row["peers"].values():
+                peer["teraflops_per_second"] = case.num_flops / peer["milliseconds"] / 1e9
+    return row | case.facts
 
 
 def table_of(results: dict[tuple[str, str], dict[str, Any]]) -> Table:
@@ -84,7 +88,9 @@ def table_of(results: dict[tuple[str, str], dict[str, Any]]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help="default: all")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument(
+        "--shapes", nargs="+", choices=list(SHAPES), help="default: those of the operator"
+    )
     parser.add_argument("--peers", action="store_true", help="time installed peers too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     options = parser.parse_args()
@@ -103,12 +109,19 @@ def main() -> None:
 
     def cases(operators: list[str]) -> Iterator[tuple[Case, Shape]]:
         for operator in operators:
-            for shape in (SHAPES[name] for name in options.shapes):
-                for case in OPERATORS[operator](shape):
+            make: Callable[[Shape], Iterator[Case]] = OPERATORS[operator]
+            usual: tuple[str, ...] = SINGLE
+            if operator == "moe_layer":
+                make, usual = partial(moe_layer.moe_layer, with_peers=options.peers), LAYERS
+            for shape in (SHAPES[name] for name in options.shapes or usual):
+                for case in make(shape):
                     yield case, shape
                     torch.cuda.empty_cache()
 
-    record = measure.environment("cuda", "triton", *(["moe-ops"] if peers.moe_ops() else []))
+    packages = ["triton", *(["moe-ops"] if peers.moe_ops() else [])]
+    if "moe_layer" in chosen and options.peers:
+        packages += layer_peers.PACKAGES
+    record = measure.environment("cuda", *packages)
     record |= {
         "peers": list(peers.installed()) if options.peers else [],
         "copy_terabytes_per_second": rate / 1e9,
@@ -135,8 +148,13 @@ def main() -> None:
         row = results[case.name, shape.name]
         row["kernel_microseconds"] = measure.kernel_microseconds(case.run)
         save()
+    if "moe_layer" in chosen:
+        record["moe_layer_decode"] = moe_layer.decode(options.shapes or LAYERS, options.peers)
+        save()
     console.print({key: value for key, value in record.items() if isinstance(value, dict)})
     console.print(table_of(results))
+    if "moe_layer" in chosen:
+        console.print(moe_layer.table_of(results))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction, native_specialize_impl
 
 TARGETS = {
@@ -92,7 +93,8 @@ def source_of(launch: Launch, target: str) -> ASTSource:
             constants[parameter.name] = value
         elif key:
             attributes[(index,)] = backend.parse_attr(key)
-    return ASTSource(launch.kernel, signature, constants, attributes)
+    source = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
+    return source(launch.kernel, signature, constants, attributes)
 
 
 def compile_source(source: ASTSource, options: dict[str, Any], target: str) -> dict[str, Any]:
@@ -104,9 +106,22 @@ def compile_source(source: ASTSource, options: dict[str, Any], target: str) -> d
         "options": options,
         "shared": compiled.metadata.shared,
     }
+    if isinstance(source, GluonASTSource):
+        report["serialized"] = _serialized(compiled.asm["ptx"])
     if "cubin" in compiled.asm:
         return report | _nvidia_report(compiled.asm["ptx"], compiled.asm["cubin"])
     return report | _amd_report(compiled.asm["amdgcn"])
+
+
+def _serialized(ptx: str) -> list[str]:
+    """What ptxas says of MMAs that it does not leave asynchronous."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [tool, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, check=True, text=True).stderr
+    return [line for line in said.splitlines() if "C75" in line]
 
 
 def _nvidia_report(ptx: str, cubin: bytes) -> dict[str, Any]:
@@ -268,11 +283,33 @@ def expert_family(target: str) -> None:
             expert_mlp.activation_gradient(d_a, z, weights, slots, *way)
 
 
+def hopper_family(target: str) -> None:
+    """The kernels in Gluon, for sm_90 alone."""
+    if target != "sm_90":
+        return
+    from tokenyard.kernels import hopper_gemm
+
+    num_experts, num_rows, hidden, inner = 8, 2048, 2048, 768
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
+    groups = offsets, offsets[1:]
+    bf16 = torch.bfloat16
+    x, a = (torch.empty(num_rows, size, dtype=bf16) for size in (hidden, inner))
+    z, bias = (torch.empty(rows, 2 * inner, dtype=bf16) for rows in (num_rows, num_experts))
+    w1 = torch.empty(num_experts, 2 * inner, hidden, dtype=bf16)
+    hopper_gemm.multiply(x, w1, None, *groups, True, z)
+    hopper_gemm.multiply(x, w1.view(num_experts, hidden, -1), bias, *groups, False, z)
+    for kind, out in (("swiglu", a), ("geglu_tanh", a), ("clamped_swiglu", a), ("gelu", z)):
+        hopper_gemm.up(x, w1, bias, *groups, True, torch.empty_like(z), out, kind)
+    hopper_gemm.up(x, w1, None, *groups, True, None, a, "swiglu")
+    hopper_gemm.weight_gradient(z, x, *groups, w1)
+
+
 FAMILIES: dict[str, Callable[[str], None]] = {
     "permutation": permutation_family,
     "gemm": gemm_family,
     "activation": activation_family,
     "experts": expert_family,
+    "hopper": hopper_family,
 }
 
 

@@ -19,6 +19,8 @@ MOVES = {"_permute_kernel", "_combine_kernel", "_sort_chunks_kernel", "_backward
 GEMMS = {"_direct_kernel", "_grouped_gemm_kernel", "_weight_gradient_kernel"}
 EXPERTS = {"_up_kernel", "_up_direct_kernel", "_slopes_kernel", "_weights_gradient_kernel"}
 
+HOPPER = {"multiply_kernel", "weight_gradient_kernel"}
+
 Report = dict[str, Any]
 
 
@@ -59,11 +61,15 @@ def test_kernels_fit_the_device(target: str, tmp_path: Path) -> None:
     kernels = {report["kernel"] for report in reports}
     assert kernels >= {*MOVES, *GEMMS, *EXPERTS, "_place_kernel", "_topk_kernel"}
 
+    if target == "sm_90":
+        assert kernels >= HOPPER
+
     limit = SHARED_LIMIT[target]
     failures = {
         f"more than {limit} bytes of shared memory": described(
             reports, lambda r: r["shared"] > limit
         ),
+        "MMAs that ptxas serializes": described(reports, lambda r: bool(r.get("serialized"))),
         "registers spilled to memory": described(reports, lambda r: r["spills"] > 0),
     }
 

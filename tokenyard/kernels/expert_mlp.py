@@ -46,6 +46,7 @@ from tokenyard.kernels.tiles import (
     GemmTile,
     architecture,
     bucket_of,
+    by_pointers,
     cdiv,
     describable,
     gemm_tile,
@@ -319,12 +320,11 @@ def up(
     if hopper is not None and hopper.usable_up(x, matrix, out_major, width, kind, layout):
         hopper.up(x, matrix, bias, offsets, counts, out_major, z if keep else None, a, kind)
         return a, z
-    columns = [tile.columns]
-    if is_gated and layout == "interleaved":
-        columns = [2 * tile.columns]
-    elif is_gated:
-        columns, matrix = [2, tile.columns], _split(matrix, out_major)
+    paired = is_gated and layout == "concatenated"
+    matrix = _split(matrix, out_major) if paired else matrix
     tma = describable(arch, matrix)
+    tile = tile if tma else by_pointers(arch, tile)
+    columns = [2, tile.columns] if paired else [2 * tile.columns if is_gated else tile.columns]
     x_tma = slot_of_row is None and tma and describable(arch, x)
     listed = (("NUM_EXPERTS", num_experts), ("EXPERTS", next_power_of_2(num_experts)))
     launch = _launcher(
@@ -353,7 +353,7 @@ def up(
         launch(most_tiles * column_tiles, (offsets, counts, *operands), numbers)
         return a, z
     tiles, totals = list_tiles(offsets, counts, num_rows, tile.rows)
-    programs = min(multiprocessors(x.device) * tile.programs, tiles.shape[0] * column_tiles)
+    programs = min(multiprocessors(x.device), tiles.shape[0] * column_tiles)
     launch(programs, (tiles, totals, *operands), numbers)
     return a, z
 

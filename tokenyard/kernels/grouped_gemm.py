@@ -46,6 +46,7 @@ from tokenyard.kernels.tiles import (
     GemmTile,
     architecture,
     bucket_of,
+    by_pointers,
     cdiv,
     describable,
     gemm_tile,
@@ -267,6 +268,7 @@ def _multiply(
         hopper.multiply(x, matrix, bias, offsets, counts, out_major, out)
         return out
     tma = describable(arch, x, matrix)
+    tile = tile if tma else by_pointers(arch, tile)
     launch = _multiply_launcher(
         (x.dtype, offsets.dtype, counts.dtype),
         num_experts if direct else 0,
@@ -293,7 +295,7 @@ def _multiply(
         launch(most_tiles * column_tiles, (offsets, counts, *operands), numbers)
         return out
     tiles, totals = list_tiles(offsets, counts, num_rows, tile.rows)
-    programs = min(multiprocessors(x.device) * tile.programs, tiles.shape[0] * column_tiles)
+    programs = min(multiprocessors(x.device), tiles.shape[0] * column_tiles)
     launch(programs, (tiles, totals, *operands), numbers)
     return out
 
@@ -365,7 +367,7 @@ def weight_gradient(
             TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns]),
         )
     num_tiles = num_experts * cdiv(size_a, tile.rows) * cdiv(size_b, tile.columns)
-    programs = min(multiprocessors(a.device) * tile.programs, num_tiles)
+    programs = min(multiprocessors(a.device), num_tiles)
     launch(programs, (offsets, counts, *operands), (a.stride(0) // unit, b.stride(0) // unit))
 
 

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,6 @@ def slot_tile(num_columns: int, element_size: int, rows: int) -> RowTile:
 class GemmTile:
     """rows x columns of the result, `depth` of the inner size at a time, `num_stages` of these in flight.
 
-    `programs` share a multiprocessor, so that one multiplies while the other stores.
     Rows are tokens; for the weight gradient they are the first size of the weight. "up" tiles count columns
     after the activation, of which each stands for one of gate and one of up.
     """
@@ -62,7 +61,6 @@ class GemmTile:
     depth: int
     num_warps: int
     num_stages: int
-    programs: int = 1
 
 
 ON_TRIAL, TUNED = "on trial", "tuned"
@@ -70,8 +68,6 @@ CHOSEN = (ON_TRIAL, TUNED)
 """Where a tile comes from that no table of ours and no other kernel is to replace."""
 BUCKETS = (16, 32, 64)
 """Rows per expert up to which a tile of that many rows serves; beyond, "many"."""
-SHORT = 2048
-"""Inner sizes up to which stores take their share of the time; for these, "short" tiles serve if listed."""
 DESCRIPTORS = frozenset({"sm_90", "sm_100", "sm_103"})
 """Architectures whose tiles of 2-byte elements are loaded through tensor descriptors (TMA)."""
 
@@ -80,14 +76,12 @@ _HOPPER = {
     "32": GemmTile(32, 64, 128, 4, 4),
     "64": GemmTile(64, 128, 64, 4, 4),
     "many": GemmTile(128, 256, 64, 8, 3),
-    "short many": GemmTile(128, 128, 64, 4, 3, programs=2),
     "weight": GemmTile(128, 256, 32, 8, 6),
     "weight by pointers": GemmTile(128, 128, 64, 8, 3),
     "up 16": GemmTile(16, 32, 128, 4, 5),
     "up 32": GemmTile(32, 32, 128, 4, 4),
     "up 64": GemmTile(64, 64, 64, 4, 4),
     "up many": GemmTile(128, 128, 64, 8, 3),
-    "short up many": GemmTile(128, 64, 64, 4, 3, programs=2),
 }
 _AMPERE = {  # 163 KB of shared memory
     "16": GemmTile(16, 64, 128, 4, 4),
@@ -181,6 +175,13 @@ def describable(arch: str, *tensors: Tensor) -> bool:
     return True
 
 
+def by_pointers(arch: str, tile: GemmTile) -> GemmTile:
+    """A tile made for descriptors at half its width, since addresses take registers."""
+    if arch not in DESCRIPTORS or tile.rows < 128:
+        return tile
+    return replace(tile, columns=tile.columns // 2)
+
+
 def bucket_of(rows_per_expert: int) -> str:
     return next((str(bound) for bound in BUCKETS if rows_per_expert <= bound), "many")
 
@@ -199,8 +200,6 @@ def gemm_tile(
     if (tile := tuned_tiles().get(key)) is not None:
         return tile, TUNED
     table = _FP32 if dtype.itemsize == 4 else _GEMM_TILES.get(arch, _ADA)
-    if size_in <= SHORT and f"short {bucket}" in table:
-        bucket = f"short {bucket}"
     return table[bucket], f"table of {arch}, {dtype.itemsize}-byte elements, {bucket}"
 
 

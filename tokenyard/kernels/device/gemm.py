@@ -103,7 +103,8 @@ def load_rows(
     else:
         ks = k + tl.arange(0, DEPTH)
         at = rows.to(tl.int64)[:, None] * (x_stride * UNIT) + ks[None, :]
-        held = ((rows >= 0) & (rows < num_rows))[:, None] & (ks < SIZE_IN)[None, :]
+        exists = rows.to(tl.uint32) < num_rows.to(tl.uint32)  # -1 does not
+        held = exists[:, None] & (ks < SIZE_IN)[None, :]
         value = tl.load(x + at, mask=held, other=0.0)
     return value
 

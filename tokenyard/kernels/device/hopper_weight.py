@@ -7,6 +7,9 @@ Phases. As in `hopper`, with steps of DEPTH rows: tiles of an expert have as man
 it has no rows. Consumer c takes the tiles c, c + 2, ... of a program, and counts the steps of the others.
 Its tile j waits for `turn[c]` to complete j + 1 - (c == 0) times; each completion is the other consumer's
 last issued MMA, so a program of n tiles leaves at most one completion that nobody awaits.
+
+The first step stands before the loop over steps. Were `before` to enter the loop with the value of `stage`,
+Triton 3.6 and 3.7 would take it for constant, and stages would never be freed.
 """
 
 from triton.experimental import gluon
