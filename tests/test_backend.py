@@ -167,3 +167,19 @@ def test_a_kernel_that_is_listed_exists() -> None:
     for name in filter(None, backend.KERNELS.values()):
         with open(f"{folder}/{name}.py", encoding="utf-8"):
             pass
+
+
+def test_explain_names_the_tile_of_a_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    backend._kernels.cache_clear()
+    rows, weight = torch.zeros(4096, 64), torch.zeros(4, 32, 64)
+    with use("triton"):
+        assert "64 x 64 x 16 by pointers, 8 warps, 3 stages; table of" in explain(
+            "grouped_gemm", rows, weight
+        )
+        half = explain("grouped_gemm", rows.half(), weight.mT.half())
+        assert "128 x 256 x 64 by descriptors" in half
+        assert "16 x 64 x 128" in explain("grouped_gemm", rows[:8].half(), weight.half())
+        assert ";" not in explain("grouped_gemm", rows.double(), weight.double())
+    assert explain("grouped_gemm", rows, weight).endswith("(definitions serve cpu)")
+    backend._kernels.cache_clear()

@@ -121,9 +121,10 @@ def _kernels(operator: str, device: str, backend: str) -> ModuleType | None:
     return None
 
 
-def explain(operator: str, tensor: Tensor | None = None) -> str:
+def explain(operator: str, tensor: Tensor | None = None, weight: Tensor | None = None) -> str:
     """Say in one line which implementation `operator` takes for `tensor` (default: a CPU tensor), and why.
 
+    For `grouped_gemm` of rows [R,K] with `weight` [E,N,K] or [E,K,N], name the kernel's tile too.
     `use` says which arguments take the definition in spite of a kernel. Raises ArgumentError.
 
     >>> explain("z_loss")
@@ -134,4 +135,7 @@ def explain(operator: str, tensor: Tensor | None = None) -> str:
     fp64 = tensor is not None and tensor.dtype == torch.float64
     if chosen and fp64 and operator in WITHOUT_FP64:
         chosen, reason = False, "its kernels do not compute in fp64"
+    if chosen and operator == "grouped_gemm" and tensor is not None and weight is not None:
+        module = kernels(operator, tensor)
+        reason = reason if module is None else f"{reason}; {module.explain(tensor, weight)}"
     return f"{operator}: {'Triton kernel' if chosen else 'definition'} ({reason})"

@@ -44,9 +44,9 @@ def test_the_faster_tile_is_kept_and_found_again(
         return [own, GemmTile(int(bucket) if bucket.isdigit() else 16, 16, 16, 4, 2)]
 
     def clock(run: Callable[[], Tensor]) -> float:
-        on_trial = {id(tile) for tile in tiles._trial.values()}
+        if not tiles._trial:
+            return 2.0  # as it is at present
         (tile,) = tiles._trial.values()
-        assert len(on_trial) == 1
         return 1.0 if tile == FASTER else 2.0
 
     monkeypatch.setattr(tune, "candidates", two)

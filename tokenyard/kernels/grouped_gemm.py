@@ -12,6 +12,7 @@ expert's tiles are zeros. No atomics; the order of every sum is fixed by DEPTH.
 
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenyard.kernels.device.gemm import (
+    bias_gradient_kernel,
     found_tile,
     listed_tile,
     load_group,
@@ -178,37 +180,6 @@ def _weight_gradient_kernel(
             tl.store(at, acc.to(out.dtype.element_ty), mask=held)
 
 
-@triton.jit(do_not_specialize=["stride"])
-def _bias_gradient_kernel(
-    offsets_ptr,
-    counts_ptr,
-    d_out_ptr,
-    weight_ptr,
-    d_bias_ptr,
-    stride,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    column_tiles: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
-    expert = tl.program_id(0) // column_tiles
-    columns = tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.load(offsets_ptr + expert).to(tl.int64)
-    count = tl.load(counts_ptr + expert).to(tl.int32)
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, count, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        held = (rows < count)[:, None] & (columns < SIZE)[None, :]
-        at = d_out_ptr + (first + rows)[:, None] * stride + columns[None, :]
-        value = tl.load(at, mask=held, other=0.0).to(tl.float32)
-        if weight_ptr is not None:
-            weight = tl.load(weight_ptr + first + rows, mask=rows < count, other=0.0)
-            value *= weight.to(tl.float32)[:, None]
-        acc += value
-    at = d_bias_ptr + expert.to(tl.int64) * SIZE + columns
-    tl.store(at, tl.sum(acc, 0).to(d_bias_ptr.dtype.element_ty), mask=columns < SIZE)
-
-
 @cache
 def _multiply_launcher(
     dtypes: tuple[torch.dtype, ...],
@@ -245,6 +216,32 @@ def _multiply_launcher(
     )
 
 
+def _way(
+    x: Tensor, matrix: Tensor, size_in: int, size_out: int
+) -> tuple[ModuleType | None, GemmTile, str, bool, bool]:
+    """The kernels for Hopper if they serve; else a tile, whence, if for few rows, if by descriptors."""
+    arch, bucket = architecture(x.device), bucket_of(cdiv(x.shape[0], matrix.shape[0]))
+    tile, source = gemm_tile(arch, x.dtype, bucket, size_in, size_out)
+    few, tma = bucket != "many", describable(arch, x, matrix)
+    hopper = None if few or source in CHOSEN else hopper_kernels(x.device)
+    if hopper is not None and not hopper.usable(x, matrix, size_out):
+        hopper = None
+    return hopper, tile if tma else by_pointers(arch, tile), source, few, tma
+
+
+def explain(rows: Tensor, weight: Tensor) -> str:
+    """The kernel and the tile that serve rows [R,K] and weight [E,N,K] or [E,K,N]."""
+    matrix, _, size_in, size_out = stored_matrix(weight, weight.shape[2] == rows.shape[1])
+    hopper, tile, source, _, tma = _way(unit_stride(rows), matrix, size_in, size_out)
+    if hopper is not None:
+        return (
+            f"in Gluon, {2 * hopper.ROWS} x {hopper.COLUMNS} x {hopper.DEPTH}, one warp that loads"
+        )
+    size = f"{tile.rows} x {tile.columns} x {tile.depth}"
+    how = "descriptors" if tma else "pointers"
+    return f"{size} by {how}, {tile.num_warps} warps, {tile.num_stages} stages; {source}"
+
+
 def _multiply(
     x: Tensor,
     matrix: Tensor,
@@ -259,16 +256,10 @@ def _multiply(
     out = x.new_empty(num_rows, size_out)
     if out.numel() == 0:
         return out
-    arch = architecture(x.device)
-    bucket = bucket_of(cdiv(num_rows, num_experts))
-    tile, source = gemm_tile(arch, x.dtype, bucket, size_in, size_out)
-    direct = bucket != "many"
-    hopper = None if direct or source in CHOSEN else hopper_kernels(x.device)
-    if hopper is not None and hopper.usable(x, matrix, size_out):
+    hopper, tile, _, direct, tma = _way(x, matrix, size_in, size_out)
+    if hopper is not None:
         hopper.multiply(x, matrix, bias, offsets, counts, out_major, out)
         return out
-    tma = describable(arch, x, matrix)
-    tile = tile if tma else by_pointers(arch, tile)
     launch = _multiply_launcher(
         (x.dtype, offsets.dtype, counts.dtype),
         num_experts if direct else 0,
@@ -374,7 +365,7 @@ def weight_gradient(
 @cache
 def _bias_launcher(dtypes: tuple[torch.dtype | None, ...], size: int) -> tuple[Launcher, int]:
     constants = {"SIZE": size, "ROWS": 32, "COLUMNS": min(next_power_of_2(size), 128)}
-    return Launcher(_bias_gradient_kernel, constants), cdiv(size, constants["COLUMNS"])
+    return Launcher(bias_gradient_kernel, constants), cdiv(size, constants["COLUMNS"])
 
 
 def bias_gradient(

@@ -266,3 +266,34 @@ def load_group(
         held = (rows < count)[:, None] & (columns < SIZE)[None, :]
         value = tl.load(x + at, mask=held, other=0.0)
     return value
+
+
+@triton.jit(do_not_specialize=["stride"])
+def bias_gradient_kernel(
+    offsets_ptr,
+    counts_ptr,
+    d_out_ptr,
+    weight_ptr,
+    d_bias_ptr,
+    stride,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column_tiles: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    expert = tl.program_id(0) // column_tiles
+    columns = tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.load(offsets_ptr + expert).to(tl.int64)
+    count = tl.load(counts_ptr + expert).to(tl.int32)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, count, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        held = (rows < count)[:, None] & (columns < SIZE)[None, :]
+        at = d_out_ptr + (first + rows)[:, None] * stride + columns[None, :]
+        value = tl.load(at, mask=held, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + first + rows, mask=rows < count, other=0.0)
+            value *= weight.to(tl.float32)[:, None]
+        acc += value
+    at = d_bias_ptr + expert.to(tl.int64) * SIZE + columns
+    tl.store(at, tl.sum(acc, 0).to(d_bias_ptr.dtype.element_ty), mask=columns < SIZE)
