@@ -5,6 +5,7 @@ The blocks of docs/routers.md are run by tests/nn/test_moe.py.
 
 import importlib
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,8 @@ def test_migration_names_every_function_and_a_line_that_works(section: str) -> N
     assert any(module in line for line in added)
     for line in added:
         exec(line, {})
+
+
+def test_picture_is_as_its_script_draws_it() -> None:
+    drawing = runpy.run_path(str(ROOT / "docs/dataflow.py"))["drawing"]
+    assert read("docs/dataflow.svg") == drawing()
