@@ -166,7 +166,7 @@ def test_any_strides(dtype: torch.dtype) -> None:
     expanded_TE = grad_TE[:1].expand(200, 24)
     got = everything(x_TH, weight_EH, bias_E, expanded_TE)
     for ours, theirs in zip(got, everything(x_TH, weight_EH, bias_E, expanded_TE.contiguous())):
-        assert torch.equal(ours, theirs)
+        assert error(ours, theirs) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [*SIXTEEN, torch.float32], ids=str)
