@@ -28,7 +28,6 @@ from tokenyard.kernels.device.gemm import (
     listed_tile,
     load_group,
     product_tile,
-    rows_of_tile,
     store_tile,
     tile_of,
     zero_rows_after,
@@ -85,10 +84,9 @@ def _grouped_gemm_kernel(
         token_tile, column_tile = tile_of(index, token_tiles, column_tiles, GROUP)
         expert, row, valid, end = listed_tile(tiles_ptr, token_tile)
         column = column_tile * COLUMNS
-        rows = rows_of_tile(row, valid, None, 1, TOKENS)
         acc = product_tile(
-            x, matrix, bias_ptr, expert, row, rows, column, num_rows, x_stride,
-            SIZE_IN, SIZE_OUT, OUT_MAJOR, False, TMA, TMA, UNIT, False, PRECISION, COLUMNS, DEPTH,
+            x, matrix, bias_ptr, expert, row, None, column, num_rows, x_stride,
+            SIZE_IN, SIZE_OUT, OUT_MAJOR, False, TMA, TMA, UNIT, False, PRECISION, TOKENS, COLUMNS, DEPTH,
         )  # fmt: skip
         store_tile(out_ptr, acc, row, valid, end, column, SIZE_OUT, SIZE_OUT)
     zero_rows_after(out_ptr, tl.load(totals_ptr + 1), num_rows, SIZE_OUT)
@@ -123,10 +121,9 @@ def _direct_kernel(
         offsets_ptr, counts_ptr, index, NUM_EXPERTS, EXPERTS, TOKENS
     )
     if expert < NUM_EXPERTS:
-        rows = rows_of_tile(row, valid, None, 1, TOKENS)
         acc = product_tile(
-            x, matrix, bias_ptr, expert, row, rows, column, num_rows, x_stride,
-            SIZE_IN, SIZE_OUT, OUT_MAJOR, False, TMA, TMA, UNIT, True, PRECISION, COLUMNS, DEPTH,
+            x, matrix, bias_ptr, expert, row, None, column, num_rows, x_stride,
+            SIZE_IN, SIZE_OUT, OUT_MAJOR, False, TMA, TMA, UNIT, True, PRECISION, TOKENS, COLUMNS, DEPTH,
         )  # fmt: skip
         store_tile(out_ptr, acc, row, valid, end, column, SIZE_OUT, SIZE_OUT)
     zero_rows_after(out_ptr, last, num_rows, SIZE_OUT)

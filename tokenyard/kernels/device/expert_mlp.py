@@ -6,8 +6,8 @@ import triton.language as tl
 from tokenyard.kernels.device.activation import slopes
 from tokenyard.kernels.device.gemm import (
     product_tile,
-    rows_of_tile,
     store_tile,
+    tokens_of_tile,
 )
 
 
@@ -51,14 +51,14 @@ def up_tile(
 ):
     """COLUMNS columns of a from `column` on, and what of z they follow from. SIZE is the width of a."""
     dtype = a_ptr.dtype.element_ty
-    rows = rows_of_tile(row, valid, slot_of_row_ptr, TOP_K, TOKENS)
+    tokens = tokens_of_tile(row, valid, slot_of_row_ptr, TOP_K, TOKENS)
     WIDTH: tl.constexpr = SIZE if KIND == "" else 2 * SIZE
     WIDER: tl.constexpr = COLUMNS if KIND == "" else 2 * COLUMNS
     PAIRED: tl.constexpr = KIND != "" and not INTERLEAVED
     first = 2 * column if INTERLEAVED else column
     z = product_tile(
-        x, matrix, bias_ptr, expert, row, rows, first, x_rows, x_stride, SIZE_IN, WIDTH,
-        OUT_MAJOR, PAIRED, X_TMA, TMA, UNIT, TOKENS_LAST, PRECISION, WIDER, DEPTH,
+        x, matrix, bias_ptr, expert, row, tokens, first, x_rows, x_stride, SIZE_IN, WIDTH,
+        OUT_MAJOR, PAIRED, X_TMA, TMA, UNIT, TOKENS_LAST, PRECISION, TOKENS, WIDER, DEPTH,
     ).to(dtype)  # fmt: skip
     if PAIRED:
         gate, up = halves(z)

@@ -75,35 +75,43 @@ def tile_of(index, num_row_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexp
 
 
 @triton.jit
-def rows_of_tile(row, valid, slot_of_row_ptr, TOP_K: tl.constexpr, TOKENS: tl.constexpr):
-    """Where the tile's rows of x are: tokens of these rows, -1 for none; without slots the rows."""
-    rows = row + tl.arange(0, TOKENS)
+def tokens_of_tile(row, valid, slot_of_row_ptr, TOP_K: tl.constexpr, TOKENS: tl.constexpr):
+    """The tokens of a tile's rows, -1 for none; None without slots, where x has the rows themselves."""
     if slot_of_row_ptr is not None:
+        rows = row + tl.arange(0, TOKENS)
         slots = tl.load(slot_of_row_ptr + rows, mask=rows < valid, other=-1)
-        rows = tl.where(slots < 0, -1, slots // TOP_K)
-    return rows
+        tokens = tl.where(slots < 0, -1, slots // TOP_K)
+    else:
+        tokens = None
+    return tokens
 
 
 @triton.jit
 def load_rows(
     x,
     row,
-    rows,
+    tokens,
     k,
     num_rows,
     x_stride,
     SIZE_IN: tl.constexpr,
     TMA: tl.constexpr,
     UNIT: tl.constexpr,
+    TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """[TOKENS,DEPTH]; zero where there is no row and past SIZE_IN. The stride counts UNIT elements."""
     if TMA:
         value = x.load([row, k])
     else:
+        if tokens is not None:
+            rows = tokens
+            exists = (rows >= 0) & (rows < num_rows)
+        else:
+            rows = row + tl.arange(0, TOKENS)
+            exists = rows < num_rows
         ks = k + tl.arange(0, DEPTH)
         at = rows.to(tl.int64)[:, None] * (x_stride * UNIT) + ks[None, :]
-        exists = rows.to(tl.uint32) < num_rows.to(tl.uint32)  # -1 does not
         held = exists[:, None] & (ks < SIZE_IN)[None, :]
         value = tl.load(x + at, mask=held, other=0.0)
     return value
@@ -175,7 +183,7 @@ def product_tile(
     bias_ptr,
     expert,
     row,
-    rows,
+    tokens,
     column,
     num_rows,
     x_stride,
@@ -188,20 +196,20 @@ def product_tile(
     UNIT: tl.constexpr,
     TOKENS_LAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """[TOKENS,COLUMNS] x[rows] M[expert]^T (+ bias) of the columns of `columns_of`, in fp32.
+    """[TOKENS,COLUMNS] x[tokens], or x[row : row + TOKENS], times M[expert]^T (+ bias), in fp32.
 
-    TOKENS_LAST puts few tokens on the side of the MMA that may be narrow.
+    Columns are those of `columns_of`. TOKENS_LAST puts few tokens on the side of the MMA that may be narrow.
     """
-    TOKENS: tl.constexpr = rows.shape[0]
     acc = tl.zeros((COLUMNS, TOKENS) if TOKENS_LAST else (TOKENS, COLUMNS), tl.float32)
     for k in range(0, SIZE_IN, DEPTH):
         m = load_matrix(
             matrix, expert, column, k, SIZE_IN, SIZE_OUT, OUT_MAJOR, PAIRED, TMA, COLUMNS, DEPTH
         )
-        xs = load_rows(x, row, rows, k, num_rows, x_stride, SIZE_IN, X_TMA, UNIT, DEPTH)
+        xs = load_rows(x, row, tokens, k, num_rows, x_stride, SIZE_IN, X_TMA, UNIT, TOKENS, DEPTH)
         if TOKENS_LAST:
             acc = tl.dot(m, xs.T, acc, input_precision=PRECISION)
         else:
