@@ -22,6 +22,8 @@ from tokenyard.kernels.tiles import cdiv, describable, multiprocessors
 
 ROWS, COLUMNS, DEPTH, STAGES = 64, 256, 64, 4
 """Each of two consumers multiplies ROWS x COLUMNS of a tile, DEPTH at a time, out of STAGES stages."""
+SIDE = 128
+"""Rows and columns of a tile of the weight gradient, which one consumer takes whole; one stage more fits."""
 
 
 def usable(x: Tensor, matrix: Tensor, size_out: int) -> bool:
@@ -152,44 +154,28 @@ def up(
 
 @cache
 def _weight_launcher(
-    dtypes: tuple[torch.dtype, ...], num_experts: int, sizes: tuple[int, int], way: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...], num_experts: int, size_a: int, size_b: int
 ) -> Launcher:
-    rows, columns, depth, stages = way
     constants = {
         "NUM_EXPERTS": num_experts,
-        "SIZE_A": sizes[0],
-        "SIZE_B": sizes[1],
+        "SIZE_A": size_a,
+        "SIZE_B": size_b,
         "GROUP": GROUP,
-        "ROWS": rows,
-        "COLUMNS": columns,
-        "DEPTH": depth,
-        "STAGES": stages,
+        "ROWS": SIDE,
+        "COLUMNS": SIDE,
+        "DEPTH": DEPTH,
+        "STAGES": STAGES + 1,
     }
     return Launcher(weight_gradient_kernel, constants, num_warps=4)
 
 
-WEIGHT = 128, 128, 64, 5
-"""Of the weight gradient: rows, columns and depth of a tile, which one consumer takes whole; stages."""
-
-
-def weight_gradient(
-    a: Tensor,
-    b: Tensor,
-    offsets: Tensor,
-    counts: Tensor,
-    out: Tensor,
-    way: tuple[int, int, int, int] = WEIGHT,
-) -> None:
+def weight_gradient(a: Tensor, b: Tensor, offsets: Tensor, counts: Tensor, out: Tensor) -> None:
     """out [E,A,B] = sum over the rows r of each expert of a[r] b[r]^T; all describable."""
-    num_experts, *sizes = out.shape
-    rows, columns, depth, _ = way
+    num_experts, size_a, size_b = out.shape
     dtypes = (a.dtype, offsets.dtype, counts.dtype)
-    launch = _weight_launcher(dtypes, num_experts, (sizes[0], sizes[1]), way)
-    operands = (
-        _ragged(a, [depth, rows]),
-        _ragged(b, [depth, columns]),
-        _plain(out, [1, rows, columns]),
-    )
-    num_tiles = num_experts * cdiv(sizes[0], rows) * cdiv(sizes[1], columns)
+    launch = _weight_launcher(dtypes, num_experts, size_a, size_b)
+    box = [DEPTH, SIDE]
+    operands = _ragged(a, box), _ragged(b, box), _plain(out, [1, SIDE, SIDE])
+    num_tiles = num_experts * cdiv(size_a, SIDE) * cdiv(size_b, SIDE)
     programs = min(multiprocessors(a.device), num_tiles)
     launch(programs, (offsets, counts, *operands), ())
