@@ -15,6 +15,7 @@ class Case:
     written      of these, the bytes written
     num_flops    without padding; 0 where they are not the bound
     rounds       of turns that the sides take
+    repeat       milliseconds that a turn is timed, after half as many that are not
     facts        what else the result is to say
     """
 
@@ -26,4 +27,5 @@ class Case:
     written: int = 0
     num_flops: int = 0
     rounds: int = 3
+    repeat: int = 25
     facts: dict[str, Any] = field(default_factory=dict)

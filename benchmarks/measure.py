@@ -37,23 +37,34 @@ def cpu_seconds(
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def gpu_milliseconds(function: Callable[[], object], repeat: int = 25) -> float:
-    """Median time of a call on the GPU between two events, the L2 cache flushed before each."""
+def gpu_milliseconds(function: Callable[[], object], warmup: int = 10, repeat: int = 25) -> float:
+    """Median time of a call on the GPU between two events, the L2 cache flushed before each.
+
+    Calls for `warmup` milliseconds, then for `repeat`.
+    """
     from triton.testing import do_bench
 
-    return float(do_bench(function, warmup=10, rep=repeat, return_mode="median"))
+    return float(do_bench(function, warmup=warmup, rep=repeat, return_mode="median"))
 
 
 def gpu_milliseconds_in_turns(
-    functions: Mapping[str, Callable[[], object]], rounds: int = 3
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int = 3,
+    warmup: int = 10,
+    repeat: int = 25,
 ) -> dict[str, float]:
-    """Median over the rounds of each function's median: a GPU that slows down slows all of them."""
+    """Median over the rounds of each function's median: a GPU that slows down slows all of them.
+
+    Each round starts with another function, so that none always follows the same one.
+    """
     for function in functions.values():
         function()
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            times[name].append(gpu_milliseconds(function))
+    names = list(functions)
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(gpu_milliseconds(functions[name], warmup, repeat))
     return {name: statistics.median(measured) for name, measured in times.items()}
 
 

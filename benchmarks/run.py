@@ -32,7 +32,8 @@ def timed(case: Case, rate: float, with_peers: bool) -> dict[str, Any]:
     """
     case.check()
     functions = {"ours": case.run} | (case.peers if with_peers else {})
-    times = measure.gpu_milliseconds_in_turns(functions, case.rounds)
+    turn = case.repeat // 2, case.repeat
+    times = measure.gpu_milliseconds_in_turns(functions, case.rounds, *turn)
     milliseconds = times.pop("ours")
     row: dict[str, Any] = {"milliseconds": milliseconds}
     if case.num_bytes:

@@ -23,7 +23,9 @@ from tokenyard.kernels.tiles import cdiv, describable, multiprocessors
 ROWS, COLUMNS, DEPTH, STAGES = 64, 256, 64, 4
 """Each of two consumers multiplies ROWS x COLUMNS of a tile, DEPTH at a time, out of STAGES stages."""
 SIDE = 128
-"""Rows and columns of a tile of the weight gradient, which one consumer takes whole; one stage more fits."""
+"""Rows and columns of a tile of the weight gradient, which one consumer takes whole."""
+FEW_ROWS = 512
+"""Rows per expert up to which the weight gradient halves DEPTH, so that less of a last step is empty."""
 
 
 def usable(x: Tensor, matrix: Tensor, size_out: int) -> bool:
@@ -154,7 +156,7 @@ def up(
 
 @cache
 def _weight_launcher(
-    dtypes: tuple[torch.dtype, ...], num_experts: int, size_a: int, size_b: int
+    dtypes: tuple[torch.dtype, ...], num_experts: int, size_a: int, size_b: int, depth: int
 ) -> Launcher:
     constants = {
         "NUM_EXPERTS": num_experts,
@@ -163,8 +165,8 @@ def _weight_launcher(
         "GROUP": GROUP,
         "ROWS": SIDE,
         "COLUMNS": SIDE,
-        "DEPTH": DEPTH,
-        "STAGES": STAGES + 1,
+        "DEPTH": depth,
+        "STAGES": 5 * DEPTH // depth,
     }
     return Launcher(weight_gradient_kernel, constants, num_warps=4)
 
@@ -173,8 +175,9 @@ def weight_gradient(a: Tensor, b: Tensor, offsets: Tensor, counts: Tensor, out: 
     """out [E,A,B] = sum over the rows r of each expert of a[r] b[r]^T; all describable."""
     num_experts, size_a, size_b = out.shape
     dtypes = (a.dtype, offsets.dtype, counts.dtype)
-    launch = _weight_launcher(dtypes, num_experts, size_a, size_b)
-    box = [DEPTH, SIDE]
+    depth = DEPTH // 2 if a.shape[0] <= FEW_ROWS * num_experts else DEPTH
+    launch = _weight_launcher(dtypes, num_experts, size_a, size_b, depth)
+    box = [depth, SIDE]
     operands = _ragged(a, box), _ragged(b, box), _plain(out, [1, SIDE, SIDE])
     num_tiles = num_experts * cdiv(size_a, SIDE) * cdiv(size_b, SIDE)
     programs = min(multiprocessors(a.device), num_tiles)
