@@ -212,6 +212,8 @@ def moe_layer(shape: Shape, with_peers: bool = False) -> Iterator[Case]:
         for quantity, error in facts["errors"]["ours"].items():
             assert error < LIMIT, f"{quantity} is off by {error:.1e}"
 
+    # turns long enough for the clock that a side leaves the GPU
+    timing = {"rounds": 6, "repeat": 100}
     functions = {INFERENCE: inference, FORWARD: recorded, BACKWARD: step}
     for case, function in functions.items():
         # sides are looked up when called, so that a case keeps no weights alive
@@ -219,7 +221,6 @@ def moe_layer(shape: Shape, with_peers: bool = False) -> Iterator[Case]:
         run = calls.pop("ours")
         num_flops = 6 * shape.T * shape.K * shape.H * shape.I * (3 if case == BACKWARD else 1)
         found = facts if case == BACKWARD else {}
-        timing = {"rounds": 6, "repeat": 100}  # long enough for the clock that a side leaves the GPU
         yield Case(case, run, check, calls, num_flops=num_flops, facts=found, **timing)
     sides.clear()
     gc.collect()

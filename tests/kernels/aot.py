@@ -303,7 +303,8 @@ def hopper_family(target: str) -> None:
     hopper_gemm.up(x, w1, None, *groups, True, None, a, "swiglu")
     hopper_gemm.weight_gradient(z, x, *groups, w1)
     many = torch.empty(4 * num_rows, hidden, dtype=bf16)
-    hopper_gemm.weight_gradient(many, many, *groups, torch.empty(num_experts, hidden, hidden, dtype=bf16))
+    square = torch.empty(num_experts, hidden, hidden, dtype=bf16)
+    hopper_gemm.weight_gradient(many, many, *groups, square)
 
 
 FAMILIES: dict[str, Callable[[str], None]] = {
