@@ -11,6 +11,7 @@ import tokenyard
 
 PUBLIC_NAMES = [
     "ArgumentError",
+    "LoRA",
     "RankTree",
     "Routing",
     "activation",

@@ -8,6 +8,7 @@ from tokenyard.backend import explain, use
 from tokenyard.check import ArgumentError
 from tokenyard.ops.activation import activation, activation_reference
 from tokenyard.ops.expert_mlp import expert_mlp, expert_mlp_reference
+from tokenyard.ops.expert_mlp_parts import LoRA
 from tokenyard.ops.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_add_weight_gradient,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "LoRA",
     "RankTree",
     "Routing",
     "activation",

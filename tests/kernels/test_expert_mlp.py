@@ -80,6 +80,7 @@ CASES = [
     {"activation": "geglu", "gate_up_layout": "interleaved", "weight_layout": "EKN"},
     {"activation": "clamped_swiglu", "reduction": "expert", "recompute": True},
     {"activation": "relu2", "reduction": tokenyard.RankTree(2)},
+    {"weights_on": "input", "reduction": "expert"},
 ]
 
 
@@ -126,6 +127,38 @@ def test_expert_mlp(
     for ours, theirs in zip(got, want):
         scale = max(float(theirs.abs().max()), 1.0)
         torch.testing.assert_close(ours / scale, theirs / scale, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+@pytest.mark.parametrize("layout", ["ENK", "EKN"])
+def test_low_rank_additions(layout: str, weights_on: str, poisoned_memory: None) -> None:
+    """Every gradient, of the factors too; and with recomputation."""
+    num_tokens, num_experts, hidden, inner, rank = 45, 4, 24, 40, 8
+    routing = tokenyard.route(torch.randint(-1, num_experts - 1, (num_tokens, 2)), num_experts)
+    shapes = [(2 * inner, hidden), (hidden, inner)]
+    leaves = [torch.randn(num_tokens, hidden), torch.rand(num_tokens, 2)]
+    for size_out, size_in in shapes:
+        weight = torch.randn(num_experts, size_out, size_in) / size_in**0.5
+        leaves.append(weight if layout == "ENK" else weight.mT.contiguous())
+    for size_out, size_in in shapes:
+        leaves.append(torch.randn(num_experts, rank, size_in) / size_in**0.5)
+        leaves.append(torch.randn(num_experts, size_out, rank) / rank**0.5)
+
+    def call(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, *factors: Tensor) -> Tensor:
+        loras = {
+            "lora_gate_up": tokenyard.LoRA(*factors[:2], 0.5),
+            "lora_down": tokenyard.LoRA(*factors[2:], 2.0),
+        }
+        options: Any = {"weight_layout": layout, "weights_on": weights_on}
+        recompute = layout == "EKN"
+        return tokenyard.expert_mlp(
+            x, routing, weights, w1, w2, **loras, **options, recompute=recompute
+        )
+
+    got, want = both(call, leaves, torch.randn(num_tokens, hidden))
+    for ours, theirs in zip(got, want):
+        scale = max(float(theirs.abs().max()), 1.0)
+        torch.testing.assert_close(ours / scale, theirs / scale, rtol=1e-5, atol=1e-5)
 
 
 def test_only_what_is_needed_runs() -> None:

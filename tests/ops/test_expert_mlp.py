@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import tokenyard
-from tokenyard import ArgumentError, RankTree
+from tokenyard import ArgumentError, LoRA, RankTree
 
 NAMES = ("x", "topk_weights", "w_gate_up", "w_down", "b_gate_up", "b_down")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -72,6 +72,19 @@ def literal(case: Case, arguments: dict[str, Any], kind: str, interleaved: bool)
     return out_TH
 
 
+def factors(
+    num_experts: int, hidden: int, size: int, dtype: torch.dtype, rank: int = 2, gated: bool = True
+) -> dict[str, LoRA]:
+    """Differentiable low-rank additions to both matrices."""
+
+    def lora(size_in: int, size_out: int, scale: float) -> LoRA:
+        a, b = torch.randn(num_experts, rank, size_in), torch.randn(num_experts, size_out, rank)
+        return LoRA(a.to(dtype).requires_grad_(), b.to(dtype).requires_grad_(), scale)
+
+    columns = 2 * size if gated else size
+    return {"lora_gate_up": lora(hidden, columns, 0.5), "lora_down": lora(size, hidden, 2.0)}
+
+
 def run(
     case: Case, arguments: dict[str, Tensor], function: Any = tokenyard.expert_mlp, **options: Any
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
@@ -108,6 +121,90 @@ def test_equals_the_loops_and_autograd(case: Case) -> None:
     torch.testing.assert_close(reference_TH, want_TH)
     for got, want in zip(grads, wanted):
         torch.testing.assert_close(got, want)
+
+
+@settings(max_examples=30)
+@given(routings(max_tokens=4))
+def test_weights_on_the_input_and_low_rank_additions(case: Case) -> None:
+    """Against experts whose matrices have the additions in them, on one token's weighted input at a time."""
+    kind = random.choice(list(ACTIVATIONS))
+    gated, on_input, recompute = kind != "relu2", random.random() < 0.7, random.random() < 0.5
+    layout = random.choice(["ENK", "EKN"])
+    arguments = make(case, 3, 2, FP64, gated=gated, biased=random.random() < 0.5)
+    loras = factors(case.num_experts, 3, 2, FP64, gated=gated)
+    merged = {
+        name: (arguments[name] + lora.scale * lora.b @ lora.a).detach()
+        for name, lora in zip(("w_gate_up", "w_down"), loras.values())
+    }
+    biases = {name: arguments[name] for name in ("b_gate_up", "b_down") if name in arguments}
+    x_TH, weights_TK = arguments["x"], arguments["topk_weights"]
+    want_TH = torch.zeros_like(x_TH)
+    for t, slots in enumerate(case.rows_of_token()):
+        for k, _, e in slots:
+            w = weights_TK[t, k].detach()
+            x_H = x_TH[t] * w if on_input else x_TH[t]
+            z = merged["w_gate_up"][e] @ x_H + (biases["b_gate_up"][e] if biases else 0)
+            a = tokenyard.activation_reference(z[None], kind)[0]  # type: ignore[arg-type]
+            y = merged["w_down"][e] @ a + (biases["b_down"][e] if biases else 0)
+            want_TH[t] = want_TH[t] + (y if on_input else w * y)
+    if layout == "EKN":
+        for name in merged:
+            arguments[name] = arguments[name].detach().transpose(1, 2).requires_grad_()
+    leaves = [*arguments.values(), *(value for lora in loras.values() for value in lora[:2])]
+    options: Any = {
+        "routing": case.route(),
+        "activation": kind,
+        "weight_layout": layout,
+        "weights_on": "input" if on_input else "output",
+    }
+    out_TH = tokenyard.expert_mlp(**arguments, **loras, **options, recompute=recompute)
+    reference_TH = tokenyard.expert_mlp_reference(**arguments, **loras, **options)
+    torch.testing.assert_close(out_TH, want_TH)
+    torch.testing.assert_close(reference_TH, want_TH)
+    grad_TH = torch.randn_like(out_TH)
+    grads = torch.autograd.grad(out_TH, leaves, grad_TH)
+    wanted = torch.autograd.grad(
+        reference_TH, leaves, grad_TH, allow_unused=True, materialize_grads=True
+    )
+    for got, want in zip(grads, wanted):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("trained", ["everything", "factors", "x", "topk_weights"])
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_gradients_of_a_part(trained: str, on_input: bool) -> None:
+    """Frozen weights get none; what is asked for is the same as when all is."""
+    case = SPECIAL["aligned"]
+    arguments, loras = make(case, 4, 3, FP64), factors(case.num_experts, 4, 3, FP64)
+    leaves = arguments | {f"{n}.{f}": getattr(loras[n], f) for n in loras for f in ("a", "b")}
+    options: Any = {"routing": case.route(), "weights_on": "input" if on_input else "output"}
+    grad_TH = torch.randn(4, 4, dtype=FP64)
+    reference_TH = tokenyard.expert_mlp_reference(**arguments, **loras, **options)
+    wanted = dict(zip(leaves, torch.autograd.grad(reference_TH, list(leaves.values()), grad_TH)))
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(
+            trained in ("everything", name) or (trained == "factors" and "." in name)
+        )
+    tokenyard.expert_mlp(**arguments, **loras, **options).backward(grad_TH)
+    for name, leaf in leaves.items():
+        assert (leaf.grad is None) == (not leaf.requires_grad)
+        if leaf.grad is not None:
+            torch.testing.assert_close(leaf.grad, wanted[name])
+
+
+def test_low_rank_additions_follow_autocast_and_save_nothing_more() -> None:
+    case = random_case(16, 3, 2)
+    arguments, loras = make(case, 8, 5, FP32), factors(3, 8, 5, FP32)
+    saved: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with hooks, torch.autocast("cpu", BF16):
+        out_TH = tokenyard.expert_mlp(routing=case.route(), **arguments, **loras)
+    assert out_TH.dtype == BF16
+    assert sum(t.shape == (32, 10) for t in saved) == 1
+    assert not any(t.shape[0] == 32 and t.dim() == 2 and t.shape != (32, 10) for t in saved)
+    out_TH.sum().backward()
+    assert all(lora.a.grad.dtype == lora.b.grad.dtype == FP32 for lora in loras.values())  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["aligned", "nothing routed", "no tokens", "rows too few"])
@@ -274,18 +371,23 @@ def test_opcheck(keep: bool, biased: bool, transposed: bool) -> None:
     case = SPECIAL["aligned"]
     routing, arguments = case.route(), make(case, 4, 3, FP32, biased=biased)
     inputs: list[Any] = [arguments.get(name) for name in NAMES]
+    inputs += (
+        [value for lora in factors(4, 4, 3, FP32).values() for value in lora[:2]]
+        if biased
+        else [None] * 4
+    )
     if transposed:
         for i in (2, 3):
             inputs[i] = inputs[i].detach().transpose(1, 2).contiguous().transpose(1, 2)
             inputs[i].requires_grad_()
     maps = (routing.topk_indices, routing.row_of_slot, routing.slot_of_row)
     groups = (routing.expert_offsets, routing.tokens_per_expert)
-    options = ("swiglu", "concatenated", "ENK")
+    options = ("swiglu", "concatenated", "ENK", "output" if biased else "input", 0.5, 2.0)
     forward = (*inputs, *maps, *groups, *options, "slot", 0, "fp32", "fp32")
     torch.library.opcheck(torch.ops.tokenyard.expert_mlp.default, (*forward, keep))
     inputs = [value if value is None else value.detach() for value in inputs]
     kept = torch.randn(20, 6) if keep else torch.empty(0)
-    need = [True, keep, True, True, biased, biased]
+    need = [True, keep, True, True, *[biased] * 6]
     backward = (torch.randn(4, 4), *inputs, kept, *maps, *groups, *options, need)
     torch.library.opcheck(torch.ops.tokenyard.expert_mlp_backward.default, backward)
 
@@ -330,6 +432,13 @@ def test_compile_once_for_every_number_of_tokens() -> None:
         ("b_down", {"b_down": torch.zeros(4, 3)}),
         ("b_down", {"b_down": torch.zeros(4, 4, device="meta")}),
         ("activation", {"activation": "mish"}),
+        ("weights_on", {"weights_on": "both"}),
+        ("lora_down", {"lora_down": (torch.zeros(4, 2, 3), torch.zeros(4, 4, 2))}),
+        (r"lora_down\.a", {"lora_down": LoRA(torch.zeros(4, 2, 4), torch.zeros(4, 4, 2))}),
+        (r"lora_down\.b", {"lora_down": LoRA(torch.zeros(4, 2, 3), torch.zeros(4, 4, 1))}),
+        (r"lora_gate_up\.b", {"lora_gate_up": LoRA(torch.zeros(4, 2, 4), torch.zeros(4, 4, 2))}),
+        (r"lora_gate_up\.scale", {"lora_gate_up": LoRA(torch.zeros(4, 2, 4), torch.zeros(4, 6, 2), "1")}),
+        ("weights_on", {"weights_on": "input", "reduction": RankTree(2, "fma_bf16")}),
         ("gate_up_layout", {"gate_up_layout": "mixed"}),
         ("weight_layout", {"weight_layout": "NK"}),
         ("reduction", {"reduction": "tree"}),

@@ -6,11 +6,16 @@ a[r]   = activation(z[r])
 y[r]   = W2[e] a[r] + b2[e]
 out[t] = sum over the token's rows of w * y[r], as `unpermute` does
 
+or, with the weights on the input, z[r] = W1[e] (w x[t]) + b1[e] and out[t] = the sum of y[r]. With low-rank
+additions W row stands for W row + scale * B (A row), and W^T d for W^T d + scale * A^T (B^T d).
+
 Only x and z are kept for the backward (x alone with `recompute`), as in SonicMoE (Guo et al., 2025):
 d_a[r] = W2[e]^T g[t]                d_w   = <d_a[r], a[r]> + <g[t], b2[e]>
 d_z[r] = activation'(z[r]) w d_a[r]  d_W2[e] = sum of g[t] (w a[r])^T,  d_b2[e] = sum of w g[t]
 d_x[t] = sum of W1[e]^T d_z[r]       d_W1[e] = sum of d_z[r] x[t]^T,    d_b1[e] = sum of d_z[r]
-Each of z, a, y, d_a, d_z, w a is rounded to the dtype of x.
+d_B[e] = scale * sum of d (A row)^T, d_A[e] = scale * sum of (B^T d) row^T, of a W's rows and d
+With the weights on the input d_a, d_z, w a go without w; d_x[t] = sum of w d_row[r], d_w = <d_row[r], x[t]>.
+Each of w x, z, a, y, d_a, d_z, w a is rounded to the dtype of x, and both terms of a low-rank addition are.
 """
 
 from typing import Any
@@ -23,10 +28,20 @@ from tokenyard.ops.activation import (
     UNGATED,
     Activation,
     GateUpLayout,
-    activation_backward_reference,
     activation_reference,
     activation_size,
     check_activation,
+)
+from tokenyard.ops.expert_mlp_by_expert import backward_by_expert, forward_by_expert
+from tokenyard.ops.expert_mlp_parts import (
+    NUM_INPUTS,
+    WEIGHTS_ON,
+    Encoded,
+    Form,
+    Inputs,
+    LoRA,
+    Maps,
+    WeightsOn,
 )
 from tokenyard.ops.expert_mlp_stages import backward_in_stages, forward_in_stages, stages_of
 from tokenyard.ops.grouped_gemm import (
@@ -34,7 +49,6 @@ from tokenyard.ops.grouped_gemm import (
     WeightLayout,
     check_weight,
     grouped_gemm_reference,
-    valid_rows,
 )
 from tokenyard.ops.permute import permute_reference
 from tokenyard.ops.rows import (
@@ -43,12 +57,10 @@ from tokenyard.ops.rows import (
     check_routing,
     check_topk_weights,
     gather_rows,
-    sum_rows,
 )
 from tokenyard.ops.unpermute import (
     Reduction,
     check_reduction,
-    combine_reference,
     encode_reduction,
     unpermute_reference,
 )
@@ -68,23 +80,31 @@ def expert_mlp_reference(
     activation: Activation = "swiglu",
     gate_up_layout: GateUpLayout = "concatenated",
     weight_layout: WeightLayout = "ENK",
+    weights_on: WeightsOn = "output",
+    lora_gate_up: LoRA | None = None,
+    lora_down: LoRA | None = None,
     reduction: Reduction = "slot",
 ) -> Tensor:
     """The definition of `expert_mlp`, differentiated by autograd."""
+
+    def project(rows: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None) -> Tensor:
+        out = grouped_gemm_reference(rows, weight, routing, layout=weight_layout, bias=bias)
+        if lora is None:
+            return out
+        low = grouped_gemm_reference(rows, lora.a, routing, layout="ENK")
+        return out.add(grouped_gemm_reference(low, lora.b, routing, layout="ENK"), alpha=lora.scale)
+
     rows = permute_reference(x, routing)
-    z = grouped_gemm_reference(rows, w_gate_up, routing, layout=weight_layout, bias=b_gate_up)
+    weights: Tensor | None = topk_weights
+    if weights_on == "input":
+        acc = accumulation_dtype(x.dtype)
+        weight_of_row = gather_rows(topk_weights.flatten(), routing.slot_of_row).to(acc)
+        rows = (rows.to(acc) * weight_of_row[:, None]).to(x.dtype)
+        weights = None
+    z = project(rows, w_gate_up, b_gate_up, lora_gate_up)
     a = activation_reference(z, activation, gate_up_layout)
-    y = grouped_gemm_reference(a, w_down, routing, layout=weight_layout, bias=b_down)
-    return unpermute_reference(y, routing, topk_weights, reduction=reduction)
-
-
-def _matrix(weight: Tensor, expert: int, layout: str) -> Tensor:
-    """[N,K] the matrix of an expert, whichever way it is stored."""
-    return weight[expert] if layout == "ENK" else weight[expert].t()
-
-
-def _linear(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(rows, matrix, bias)
+    y = project(a, w_down, b_down, lora_down)
+    return unpermute_reference(y, routing, weights, reduction=reduction)
 
 
 def _forward(
@@ -94,6 +114,10 @@ def _forward(
     w_down: Tensor,
     b_gate_up: Tensor | None,
     b_down: Tensor | None,
+    lora_a_gate_up: Tensor | None,
+    lora_b_gate_up: Tensor | None,
+    lora_a_down: Tensor | None,
+    lora_b_down: Tensor | None,
     topk_indices: Tensor,
     row_of_slot: Tensor,
     slot_of_row: Tensor,
@@ -102,67 +126,43 @@ def _forward(
     activation: str,
     gate_up_layout: str,
     weight_layout: str,
+    weights_on: str,
+    scale_gate_up: float,
+    scale_down: float,
     order: str,
     ep_size: int,
     within_rank: str,
     across_ranks: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(out, z); z is empty unless it is to be kept. Expert by expert, so that a, y and x's rows
-    stay in the cache."""
+    """(out, z); z is empty unless it is to be kept."""
+    inputs = Inputs(
+        x,
+        topk_weights,
+        w_gate_up,
+        w_down,
+        b_gate_up,
+        b_down,
+        lora_a_gate_up,
+        lora_b_gate_up,
+        lora_a_down,
+        lora_b_down,
+    )
+    maps = Maps(topk_indices, row_of_slot, slot_of_row, expert_offsets, tokens_per_expert)
+    form = Form(
+        activation,
+        gate_up_layout,
+        weight_layout,
+        weights_on,
+        scale_gate_up,
+        scale_down,
+    )
+    reduction = Encoded(order, ep_size, within_rank, across_ranks)
     stages = stages_of(x)
     if stages is not None:
-        return forward_in_stages(
-            stages,
-            x,
-            topk_weights,
-            w_gate_up,
-            w_down,
-            b_gate_up,
-            b_down,
-            topk_indices,
-            row_of_slot,
-            slot_of_row,
-            expert_offsets,
-            tokens_per_expert,
-            activation,
-            gate_up_layout,
-            weight_layout,
-            order,
-            ep_size,
-            within_rank,
-            across_ranks,
-            keep,
-        )
-    num_rows, hidden_size = slot_of_row.shape[0], x.shape[1]
+        return forward_in_stages(stages, inputs, maps, form, reduction, keep)
     kept = _kept(x, w_gate_up, slot_of_row, weight_layout, keep).zero_()
-    y = x.new_empty(num_rows, hidden_size)
-    token_of_row = slot_of_row // row_of_slot.shape[1]
-    for expert, valid in valid_rows(expert_offsets, tokens_per_expert):
-        rows = x.index_select(0, token_of_row[valid])
-        z = _linear(
-            rows,
-            _matrix(w_gate_up, expert, weight_layout),
-            None if b_gate_up is None else b_gate_up[expert],
-        )
-        if keep:
-            kept[valid] = z
-        a = activation_reference(z, activation, gate_up_layout)  # type: ignore[arg-type]
-        y[valid] = _linear(
-            a, _matrix(w_down, expert, weight_layout), None if b_down is None else b_down[expert]
-        )
-    out = combine_reference(
-        y,
-        topk_weights,
-        row_of_slot,
-        topk_indices,
-        expert_offsets.shape[0] - 1,
-        order,
-        ep_size,
-        within_rank,
-        across_ranks,
-    )
-    return out, kept
+    return forward_by_expert(inputs, maps, form, reduction, kept, keep), kept
 
 
 def _kept(
@@ -180,6 +180,10 @@ def _fake(
     w_down: Tensor,
     b_gate_up: Tensor | None,
     b_down: Tensor | None,
+    lora_a_gate_up: Tensor | None,
+    lora_b_gate_up: Tensor | None,
+    lora_a_down: Tensor | None,
+    lora_b_down: Tensor | None,
     topk_indices: Tensor,
     row_of_slot: Tensor,
     slot_of_row: Tensor,
@@ -188,6 +192,9 @@ def _fake(
     activation: str,
     gate_up_layout: str,
     weight_layout: str,
+    weights_on: str,
+    scale_gate_up: float,
+    scale_down: float,
     order: str,
     ep_size: int,
     within_rank: str,
@@ -205,6 +212,10 @@ def _backward(
     w_down: Tensor,
     b_gate_up: Tensor | None,
     b_down: Tensor | None,
+    lora_a_gate_up: Tensor | None,
+    lora_b_gate_up: Tensor | None,
+    lora_a_down: Tensor | None,
+    lora_b_down: Tensor | None,
     kept: Tensor,
     topk_indices: Tensor,
     row_of_slot: Tensor,
@@ -214,82 +225,37 @@ def _backward(
     activation: str,
     gate_up_layout: str,
     weight_layout: str,
+    weights_on: str,
+    scale_gate_up: float,
+    scale_down: float,
     need: list[bool],
 ) -> list[Tensor]:
-    """The needed gradients of the first six arguments of the forward; empty for each other."""
+    """The needed gradients of the inputs; empty for each other."""
+    inputs = Inputs(
+        x,
+        topk_weights,
+        w_gate_up,
+        w_down,
+        b_gate_up,
+        b_down,
+        lora_a_gate_up,
+        lora_b_gate_up,
+        lora_a_down,
+        lora_b_down,
+    )
+    maps = Maps(topk_indices, row_of_slot, slot_of_row, expert_offsets, tokens_per_expert)
+    form = Form(
+        activation,
+        gate_up_layout,
+        weight_layout,
+        weights_on,
+        scale_gate_up,
+        scale_down,
+    )
     stages = stages_of(x)
     if stages is not None:
-        return backward_in_stages(
-            stages,
-            grad,
-            x,
-            topk_weights,
-            w_gate_up,
-            w_down,
-            b_gate_up,
-            b_down,
-            kept,
-            topk_indices,
-            row_of_slot,
-            slot_of_row,
-            expert_offsets,
-            tokens_per_expert,
-            activation,
-            gate_up_layout,
-            weight_layout,
-            need,
-        )
-    need_x, need_weights, need_w1, need_w2, need_b1, need_b2 = need
-    acc = accumulation_dtype(x.dtype)
-    num_rows = slot_of_row.shape[0]
-    d_w1, d_w2, d_b1, d_b2 = (
-        x.new_zeros(value.shape) if needed and value is not None else x.new_empty(0)
-        for value, needed in zip((w_gate_up, w_down, b_gate_up, b_down), need[2:])
-    )
-    d_rows = x.new_empty(num_rows, x.shape[1]) if need_x else x.new_empty(0)
-    d_weight_of_row = x.new_zeros(num_rows, dtype=acc)
-    weight_of_row = gather_rows(topk_weights.flatten(), slot_of_row).to(acc)
-    token_of_row = slot_of_row // row_of_slot.shape[1]
-
-    for expert, valid in valid_rows(expert_offsets, tokens_per_expert):
-        w1 = _matrix(w_gate_up, expert, weight_layout)
-        w2 = _matrix(w_down, expert, weight_layout)
-        rows = x.index_select(0, token_of_row[valid])
-        g = grad.index_select(0, token_of_row[valid])
-        weight = weight_of_row[valid, None]
-        if kept.numel() == 0:
-            z = _linear(rows, w1, None if b_gate_up is None else b_gate_up[expert])
-        else:
-            z = kept[valid]
-        d_a = (g @ w2).to(acc)
-        d_z, a = activation_backward_reference(
-            d_a * weight,
-            z,
-            activation,  # type: ignore[arg-type]
-            gate_up_layout,  # type: ignore[arg-type]
-        )
-        if need_weights:
-            d_weight_of_row[valid] = (d_a * a).sum(1)
-            if b_down is not None:
-                d_weight_of_row[valid] += g.to(acc) @ b_down[expert].to(acc)
-        if need_w2:
-            d_w2_e = _matrix(d_w2, expert, weight_layout)
-            d_w2_e.copy_(g.t() @ (a * weight).to(x.dtype))
-        if need_b2:
-            d_b2[expert] = weight[:, 0] @ g.to(acc)
-        if need_w1:
-            _matrix(d_w1, expert, weight_layout).copy_(d_z.t() @ rows)
-        if need_b1:
-            d_b1[expert] = d_z.sum(0, dtype=acc)
-        if need_x:
-            torch.mm(d_z, w1, out=d_rows[valid])
-
-    d_x = sum_rows(d_rows, row_of_slot).to(x.dtype) if need_x else d_rows
-    d_weights = x.new_empty(0)
-    if need_weights:
-        d_weights = gather_rows(d_weight_of_row, row_of_slot.flatten()).view(row_of_slot.shape)
-        d_weights = d_weights.to(topk_weights.dtype)
-    return [d_x, d_weights, d_w1, d_w2, d_b1, d_b2]
+        return backward_in_stages(stages, grad, inputs, kept, maps, form, need)
+    return backward_by_expert(grad, inputs, kept, maps, form, need)
 
 
 def _backward_fake(
@@ -300,6 +266,10 @@ def _backward_fake(
     w_down: Tensor,
     b_gate_up: Tensor | None,
     b_down: Tensor | None,
+    lora_a_gate_up: Tensor | None,
+    lora_b_gate_up: Tensor | None,
+    lora_a_down: Tensor | None,
+    lora_b_down: Tensor | None,
     kept: Tensor,
     topk_indices: Tensor,
     row_of_slot: Tensor,
@@ -309,9 +279,23 @@ def _backward_fake(
     activation: str,
     gate_up_layout: str,
     weight_layout: str,
+    weights_on: str,
+    scale_gate_up: float,
+    scale_down: float,
     need: list[bool],
 ) -> list[Tensor]:
-    inputs = (x, topk_weights, w_gate_up, w_down, b_gate_up, b_down)
+    inputs = (
+        x,
+        topk_weights,
+        w_gate_up,
+        w_down,
+        b_gate_up,
+        b_down,
+        lora_a_gate_up,
+        lora_b_gate_up,
+        lora_a_down,
+        lora_b_down,
+    )
     return [
         torch.empty_like(value, memory_format=torch.contiguous_format)
         if needed and value is not None
@@ -321,19 +305,21 @@ def _backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    maps, ctx.options = inputs[6:11], tuple(inputs[11:14])
+    maps = inputs[NUM_INPUTS : NUM_INPUTS + len(Maps._fields)]
+    ctx.form = tuple(inputs[NUM_INPUTS + len(Maps._fields) :][: len(Form._fields)])
     kept = output[1]
     ctx.mark_non_differentiable(kept)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:6], kept, *maps)
+    ctx.save_for_backward(*inputs[:NUM_INPUTS], kept, *maps)
 
 
 def _gradient(ctx: Any, backward: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    others = [None] * (len(Maps._fields) + len(Form._fields) + len(Encoded._fields) + 1)
     if grad is None:
-        return (None,) * 19
-    need = list(ctx.needs_input_grad[:6])
-    grads = backward(grad, *ctx.saved_tensors, *ctx.options, need)
-    return *(value if needed else None for value, needed in zip(grads, need)), *[None] * 13
+        return *[None] * NUM_INPUTS, *others
+    need = list(ctx.needs_input_grad[:NUM_INPUTS])
+    grads = backward(grad, *ctx.saved_tensors, *ctx.form, need)
+    return *(value if needed else None for value, needed in zip(grads, need)), *others
 
 
 _expert_mlp = Operator(
@@ -359,6 +345,9 @@ def expert_mlp(
     activation: Activation = "swiglu",
     gate_up_layout: GateUpLayout = "concatenated",
     weight_layout: WeightLayout = "ENK",
+    weights_on: WeightsOn = "output",
+    lora_gate_up: LoRA | None = None,
+    lora_down: LoRA | None = None,
     reduction: Reduction = "slot",
     recompute: bool = False,
 ) -> Tensor:
@@ -369,28 +358,38 @@ def expert_mlp(
                    "EKN" [E,H,2I] and [E,I,H]
     b_gate_up      [E,2I] ([E,I]), b_down [E,H], or None
     activation     see `activation`; gate_up_layout "concatenated" or "interleaved"
+    weights_on     "output": the experts' outputs are weighted; "input": their inputs are (Llama 4)
+    lora_gate_up   a `LoRA` of rank r added to w_gate_up: a [E,r,H], b [E,2I,r] ([E,I,r]); lora_down:
+                   a [E,r,I], b [E,H,r]; no sum of matrices is made
     reduction      the order of the final sum, see `unpermute`
     recompute      save x alone and compute the pre-activation again in the backward
 
-    bf16, fp16, fp32 or fp64; x, weights and biases share one dtype, under autocast that of autocast.
-    Differentiable in x, topk_weights, weights and biases; saves x and the pre-activation [R,2I], or
-    with `recompute` x alone, besides its arguments. Raises ArgumentError.
+    bf16, fp16, fp32 or fp64; x, weights, biases and factors share one dtype, under autocast that of autocast.
+    Differentiable in x, topk_weights, weights, biases and factors; nothing is computed for those that need no
+    gradient. Saves x and the pre-activation [R,2I], or with `recompute` x alone, besides its arguments.
+    Raises ArgumentError.
     """
-    check.tensor("expert_mlp", "x", x)
+    name = "expert_mlp"
+    check.tensor(name, "x", x)
     for argument, weight in (("w_gate_up", w_gate_up), ("w_down", w_down)):
-        check.tensor("expert_mlp", argument, weight)
+        check.tensor(name, argument, weight)
+    factors = [*_factors("lora_gate_up", lora_gate_up), *_factors("lora_down", lora_down)]
+    scales = (lora.scale if lora is not None else 1.0 for lora in (lora_gate_up, lora_down))
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, w_gate_up, w_down = x.to(dtype), w_gate_up.to(dtype), w_down.to(dtype)
         b_gate_up = None if b_gate_up is None else b_gate_up.to(dtype)
         b_down = None if b_down is None else b_down.to(dtype)
-    name = "expert_mlp"
+        factors = [None if factor is None else factor.to(dtype) for factor in factors]
     check_routing(name, routing, x.device)
     check.tensor(name, "x", x, [routing.num_tokens, "H"], dtypes=check.FLOAT_DTYPES)
     check_topk_weights(name, topk_weights, routing)
     check_activation(name, "activation", activation, "gate_up_layout", gate_up_layout)
     check.choice(name, "weight_layout", weight_layout, LAYOUTS)
+    check.choice(name, "weights_on", weights_on, WEIGHTS_ON)
     check_reduction(name, reduction, routing, "x", x, weighted=True)
+    if weights_on == "input" and encode_reduction(reduction)[2] == "fma_bf16":
+        check.fail(name, "weights_on", "'output', for within_rank 'fma_bf16'", repr(weights_on))
     num_experts, hidden_size = routing.num_experts, x.shape[1]
     check_weight(
         name, "w_gate_up", w_gate_up, "x", x, num_experts, weight_layout, hidden_size, "2I"
@@ -400,14 +399,18 @@ def expert_mlp(
         check.multiple_of(name, "w_gate_up", gate_up_size, 2, "columns of gate and up")
     size = activation_size(gate_up_size, activation)
     check_weight(name, "w_down", w_down, "x", x, num_experts, weight_layout, size, hidden_size)
-    for argument, bias, width in (
-        ("b_gate_up", b_gate_up, gate_up_size),
-        ("b_down", b_down, hidden_size),
+    sizes = {"gate_up": (hidden_size, gate_up_size), "down": (size, hidden_size)}
+    for (which, (size_in, size_out)), bias, a, b in zip(
+        sizes.items(), (b_gate_up, b_down), factors[::2], factors[1::2]
     ):
         if bias is not None:
-            check.tensor(name, argument, bias, [num_experts, width], device=x.device)
-            check.same_dtype(name, argument, bias, "x", x.dtype)
-    inputs = (x, topk_weights, w_gate_up, w_down, b_gate_up, b_down)
+            check.tensor(name, f"b_{which}", bias, [num_experts, size_out], device=x.device)
+            check.same_dtype(name, f"b_{which}", bias, "x", x.dtype)
+        if a is not None and b is not None:
+            lora = f"lora_{which}"
+            check_weight(name, f"{lora}.a", a, "x", x, num_experts, "ENK", size_in, "r")
+            check_weight(name, f"{lora}.b", b, "x", x, num_experts, "ENK", a.shape[1], size_out)
+    inputs = (x, topk_weights, w_gate_up, w_down, b_gate_up, b_down, *factors)
     differentiated = torch.is_grad_enabled() and any(
         value is not None and value.requires_grad for value in inputs
     )
@@ -421,7 +424,20 @@ def expert_mlp(
         activation,
         gate_up_layout,
         weight_layout,
+        weights_on,
+        *scales,
         *encode_reduction(reduction),
         differentiated and not recompute,
     )
     return out
+
+
+def _factors(argument: str, lora: LoRA | None) -> tuple[Tensor | None, Tensor | None]:
+    if lora is None:
+        return None, None
+    if not isinstance(lora, LoRA):
+        check.fail("expert_mlp", argument, "a tokenyard.LoRA", check.describe(lora))
+    for factor in ("a", "b"):
+        check.tensor("expert_mlp", f"{argument}.{factor}", getattr(lora, factor))
+    check.number("expert_mlp", f"{argument}.scale", lora.scale)
+    return lora.a, lora.b

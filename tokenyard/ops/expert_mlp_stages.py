@@ -3,147 +3,196 @@
 forward    up with the activation, down, weighted sum
 backward   down transposed; the activation's gradient, which also gives w a and <d_a, a>; gradients of both
            weights; up transposed; sum
-The rows of x are gathered as they are multiplied, or put side by side before.
+The rows of x are gathered as they are multiplied, or put side by side before. A low-rank addition is two
+narrow GEMMs and a sum after the wide one, and the activation then a pass of its own.
 """
 
 from types import ModuleType
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tokenyard import backend
+from tokenyard.ops.expert_mlp_parts import (
+    PLAIN_SUM,
+    Encoded,
+    Form,
+    Inputs,
+    Maps,
+    Projection,
+)
+from tokenyard.ops.rows import accumulation_dtype
 
-Stages = tuple[ModuleType, ModuleType, ModuleType, ModuleType]
+
+class Stages(NamedTuple):
+    """The kernels that the MLP is made of."""
+
+    expert_mlp: ModuleType
+    grouped_gemm: ModuleType
+    permute: ModuleType
+    unpermute: ModuleType
+    activation: ModuleType
 
 
 def stages_of(x: Tensor) -> Stages | None:
-    """The kernels of the experts, the GEMMs and the moves that they are made of, or None."""
-    experts = backend.kernels("expert_mlp", x)
-    names = ("grouped_gemm", "permute", "unpermute")
-    gemm, permute, unpermute = (backend.kernels(name, x) for name in names)
-    if experts is None or gemm is None or permute is None or unpermute is None:
-        return None
-    return experts, gemm, permute, unpermute
+    """All of them, or None."""
+    modules = [backend.kernels(name, x) for name in Stages._fields]
+    return None if None in modules else Stages(*modules)  # type: ignore[arg-type]
 
 
 def forward_in_stages(
-    stages: Stages,
-    x: Tensor,
-    topk_weights: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    b_gate_up: Tensor | None,
-    b_down: Tensor | None,
-    topk_indices: Tensor,
-    row_of_slot: Tensor,
-    slot_of_row: Tensor,
-    expert_offsets: Tensor,
-    tokens_per_expert: Tensor,
-    kind: str,
-    gate_up_layout: str,
-    weight_layout: str,
-    order: str,
-    ep_size: int,
-    within_rank: str,
-    across_ranks: str,
-    keep: bool,
+    stages: Stages, inputs: Inputs, maps: Maps, form: Form, reduction: Encoded, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """(out, z); z is empty unless it is to be kept."""
-    _, gemm, _, unpermute = stages
-    groups = expert_offsets, tokens_per_expert
-    forms = kind, gate_up_layout, weight_layout
-    maps = row_of_slot, slot_of_row
-    a, z = _up(stages, x, w_gate_up, b_gate_up, *maps, *groups, *forms, keep)
-    y = gemm.grouped_gemm(a, w_down, b_down, *groups, weight_layout)
-    num_experts = tokens_per_expert.shape[0]
-    reduction = order, ep_size, within_rank, across_ranks
-    return unpermute.combine(y, topk_weights, row_of_slot, topk_indices, num_experts, *reduction), z
+    a, z = _up(stages, inputs, maps, form, keep)
+    y = _project(stages, a, form.down(inputs), maps)
+    num_experts = maps.tokens_per_expert.shape[0]
+    weights = None if form.weights_on == "input" else inputs.topk_weights
+    sums = weights, maps.row_of_slot, maps.topk_indices, num_experts
+    return stages.unpermute.combine(y, *sums, *reduction), z
+
+
+def _project(stages: Stages, rows: Tensor, projection: Projection, maps: Maps) -> Tensor:
+    multiply = stages.grouped_gemm.grouped_gemm
+    weight, bias, a, b, scale, layout = projection
+    out: Tensor = multiply(rows, weight, bias, *maps.groups, layout)
+    if a is not None:
+        low = multiply(rows, a, None, *maps.groups, "ENK")
+        out.add_(multiply(low, b, None, *maps.groups, "ENK"), alpha=scale)
+    return out
+
+
+def _low(stages: Stages, d_out: Tensor, projection: Projection, maps: Maps) -> Tensor | None:
+    """b^T d_out [R,r], where there is a low-rank addition."""
+    if projection.b is None:
+        return None
+    low: Tensor = stages.grouped_gemm.grouped_gemm(d_out, projection.b, None, *maps.groups, "EKN")
+    return low
+
+
+def _project_back(
+    stages: Stages, d_out: Tensor, projection: Projection, maps: Maps, low: Tensor | None
+) -> Tensor:
+    """The gradient of the rows."""
+    multiply = stages.grouped_gemm.grouped_gemm
+    weight, _, a, _, scale, layout = projection
+    transposed = "EKN" if layout == "ENK" else "ENK"
+    d_rows: Tensor = multiply(d_out, weight, None, *maps.groups, transposed)
+    if low is not None:
+        d_rows.add_(multiply(low, a, None, *maps.groups, "EKN"), alpha=scale)
+    return d_rows
+
+
+def _rows_of(stages: Stages, inputs: Inputs, maps: Maps, form: Form) -> Tensor:
+    """The rows of x side by side, weighted where the weights are on the input."""
+    rows: Tensor = stages.permute.permute(inputs.x, maps.row_of_slot, maps.slot_of_row)
+    if form.weights_on == "input":
+        weights = inputs.topk_weights.flatten().to(accumulation_dtype(rows.dtype))
+        rows.mul_(stages.permute.gather_values(weights, maps.slot_of_row)[:, None])
+    return rows
 
 
 def _up(
-    stages: Stages,
-    x: Tensor,
-    w_gate_up: Tensor,
-    b_gate_up: Tensor | None,
-    row_of_slot: Tensor,
-    slot_of_row: Tensor,
-    expert_offsets: Tensor,
-    tokens_per_expert: Tensor,
-    kind: str,
-    gate_up_layout: str,
-    weight_layout: str,
-    keep: bool,
+    stages: Stages, inputs: Inputs, maps: Maps, form: Form, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """(a, z or nothing)."""
-    experts, _, permute, _ = stages
-    (num_rows,), (_, top_k) = slot_of_row.shape, row_of_slot.shape
-    slots: Tensor | None = slot_of_row
-    if not experts.gathers(x, num_rows, w_gate_up):
-        x, slots = permute.permute(x, row_of_slot, slot_of_row), None
-    out_major = weight_layout == "ENK"
-    operands = x, slots, top_k, w_gate_up, b_gate_up, expert_offsets, tokens_per_expert
-    a, z = experts.up(*operands, out_major, kind, gate_up_layout, num_rows, keep)
-    return a, z
+    x, projection, kinds = inputs.x, form.gate_up(inputs), form[:2]
+    if projection.a is not None:
+        z = _project(stages, _rows_of(stages, inputs, maps, form), projection, maps)
+        a: Tensor = stages.activation.activation(z, *kinds)
+        return a, z if keep else z.new_empty(0)
+    slots: Tensor | None = maps.slot_of_row
+    gathers = form.weights_on == "output"
+    if not (gathers and stages.expert_mlp.gathers(x, maps.num_rows, inputs.w_gate_up)):
+        x, slots = _rows_of(stages, inputs, maps, form), None
+    weights = inputs.w_gate_up, inputs.b_gate_up, *maps.groups, form.weight_layout == "ENK"
+    up: tuple[Tensor, Tensor]
+    up = stages.expert_mlp.up(x, slots, maps.top_k, *weights, *kinds, maps.num_rows, keep)
+    return up
 
 
 def backward_in_stages(
     stages: Stages,
     grad: Tensor,
-    x: Tensor,
-    topk_weights: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    b_gate_up: Tensor | None,
-    b_down: Tensor | None,
+    inputs: Inputs,
     kept: Tensor,
-    topk_indices: Tensor,
-    row_of_slot: Tensor,
-    slot_of_row: Tensor,
-    expert_offsets: Tensor,
-    tokens_per_expert: Tensor,
-    kind: str,
-    gate_up_layout: str,
-    weight_layout: str,
+    maps: Maps,
+    form: Form,
     need: list[bool],
 ) -> list[Tensor]:
-    """The needed gradients; empty for each other."""
-    experts, gemm, permute, unpermute = stages
-    need_x, need_weights, need_w1, need_w2, need_b1, need_b2 = need
-    groups = expert_offsets, tokens_per_expert
-    maps = row_of_slot, slot_of_row
-    forms = kind, gate_up_layout, weight_layout
-    out_major = weight_layout == "ENK"
-    transposed = "EKN" if out_major else "ENK"
-    d_x = d_weights = d_w1 = d_w2 = d_b1 = d_b2 = x.new_empty(0)
+    """The needed gradients of the inputs; empty for each other."""
+    experts, gemm, permute, unpermute, _ = stages
+    needs = dict(zip(Inputs._fields, need))
+    x, on_input = inputs.x, form.weights_on == "input"
+    rows_and_slots = maps.row_of_slot, maps.slot_of_row
+    grads: dict[str, Tensor] = {}
 
-    def weight_gradient(d_out: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-        d_weight = weight.new_empty(weight.shape)
-        operands = (d_out, rows) if out_major else (rows, d_out)
-        gemm.weight_gradient(*operands, *groups, d_weight, False)
-        return d_weight
+    def differentiate(
+        which: str, projection: Projection, d_out: Tensor, rows: Tensor, low: Tensor | None
+    ) -> None:
+        """Of a weight, and of the factors of its addition; `low` is b^T d_out."""
+        _, _, a, _, scale, layout = projection
+        if needs[f"w_{which}"]:
+            weight = getattr(inputs, f"w_{which}")
+            grads[f"w_{which}"] = _weight_gradient(stages, d_out, rows, weight, layout, maps)
+        if needs[f"lora_a_{which}"] and a is not None and low is not None:
+            d_a = _weight_gradient(stages, low, rows, a, "ENK", maps)
+            grads[f"lora_a_{which}"] = d_a.mul_(scale)
+        if needs[f"lora_b_{which}"]:
+            b = getattr(inputs, f"lora_b_{which}")
+            reduced = gemm.grouped_gemm(rows, a, None, *maps.groups, "ENK")
+            d_b = _weight_gradient(stages, d_out, reduced, b, "ENK", maps)
+            grads[f"lora_b_{which}"] = d_b.mul_(scale)
 
     z = kept
     if kept.numel() == 0:
-        _, z = _up(stages, x, w_gate_up, b_gate_up, *maps, *groups, *forms, True)
-    d_y = permute.permute(grad, *maps)  # before the weights
-    weighted = gemm.grouped_gemm(d_y, w_down, None, *groups, transposed)  # d_a at first
-    operands = weighted, z, topk_weights, slot_of_row
-    d_z, dots = experts.activation_gradient(*operands, kind, gate_up_layout)
-    if need_w2:
-        d_w2 = weight_gradient(d_y, weighted, w_down)
+        _, z = _up(stages, inputs, maps, form, True)
+    d_y = permute.permute(grad, *rows_and_slots)  # before the weights
+    down, gate_up = form.down(inputs), form.gate_up(inputs)
+    low = _low(stages, d_y, down, maps)
+    weighted = _project_back(stages, d_y, down, maps, low)  # d_a at first
+    topk_weights = torch.ones_like(inputs.topk_weights) if on_input else inputs.topk_weights
+    operands = weighted, z, topk_weights, maps.slot_of_row
+    d_z, dots = experts.activation_gradient(*operands, *form[:2])
+    differentiate("down", down, d_y, weighted, low)
     del weighted
-    if need_b2:
-        weight_of_row = permute.gather_values(topk_weights.flatten(), slot_of_row)
-        d_b2 = gemm.bias_gradient(d_y, *groups, weight_of_row)
-    if need_weights:
-        d_weights = experts.weights_gradient(
-            dots, row_of_slot, grad, b_down, topk_indices, topk_weights.dtype
+    if needs["b_down"]:
+        weight_of_row = permute.gather_values(topk_weights.flatten(), maps.slot_of_row)
+        grads["b_down"] = gemm.bias_gradient(d_y, *maps.groups, weight_of_row)
+    if needs["topk_weights"] and not on_input:
+        grads["topk_weights"] = experts.weights_gradient(
+            dots, maps.row_of_slot, grad, inputs.b_down, maps.topk_indices, topk_weights.dtype
         )
     del d_y
-    if need_w1:
-        d_w1 = weight_gradient(d_z, permute.permute(x, *maps), w_gate_up)
-    if need_b1:
-        d_b1 = gemm.bias_gradient(d_z, *groups)
-    if need_x:
-        d_rows = gemm.grouped_gemm(d_z, w_gate_up, None, *groups, transposed)
-        d_x = unpermute.sum_rows(d_rows, row_of_slot)
-    return [d_x, d_weights, d_w1, d_w2, d_b1, d_b2]
+    low = _low(stages, d_z, gate_up, maps)
+    if needs["b_gate_up"]:
+        grads["b_gate_up"] = gemm.bias_gradient(d_z, *maps.groups)
+    if on_input and (needs["x"] or needs["topk_weights"]):
+        d_rows = _project_back(stages, d_z, gate_up, maps, low)
+        # w x[t] of every row, and <d_row, x[t]>: what `unpermute` does for its gradient
+        rows, grads["topk_weights"] = unpermute.unpermute_backward(
+            x, d_rows, inputs.topk_weights, *rows_and_slots
+        )
+        differentiate("gate_up", gate_up, d_z, rows, low)
+        sums = inputs.topk_weights, maps.row_of_slot, None, 1
+        grads["x"] = unpermute.combine(d_rows, *sums, *PLAIN_SUM)
+    else:
+        if any(needs[f"{name}_gate_up"] for name in ("w", "lora_a", "lora_b")):
+            rows = _rows_of(stages, inputs, maps, form)
+            differentiate("gate_up", gate_up, d_z, rows, low)
+            del rows
+        if needs["x"]:
+            d_rows = _project_back(stages, d_z, gate_up, maps, low)
+            grads["x"] = unpermute.sum_rows(d_rows, maps.row_of_slot)
+    empty = x.new_empty(0)
+    return [grads[name] if needs[name] else empty for name in Inputs._fields]
+
+
+def _weight_gradient(
+    stages: Stages, d_out: Tensor, rows: Tensor, weight: Tensor, layout: str, maps: Maps
+) -> Tensor:
+    d_weight = weight.new_empty(weight.shape)
+    operands = (d_out, rows) if layout == "ENK" else (rows, d_out)
+    stages.grouped_gemm.weight_gradient(*operands, *maps.groups, d_weight, False)
+    return d_weight
