@@ -185,3 +185,80 @@ def test_a_token_has_the_same_bits_in_any_batch() -> None:
         some = torch.randperm(4096, device="cuda")[:num_tokens]
         part = [leaves[0][some], leaves[1][some], *leaves[2:]]
         assert torch.equal(call(part, tokenyard.route(ids[some], 64), {}), whole[some])
+
+
+def lora_leaves(num_experts: int, hidden: int, inner: int, rank: int) -> list[Tensor]:
+    """a and b for both matrices."""
+    shapes = [(rank, hidden), (2 * inner, rank), (rank, inner), (hidden, rank)]
+    return [
+        (torch.randn(num_experts, *shape, device="cuda") / shape[1] ** 0.5).bfloat16()
+        for shape in shapes
+    ]
+
+
+def call_with_lora(leaves: list[Tensor], ids_TK: Tensor, weights_on: Any) -> Tensor:
+    x, weights, w1, w2, *factors = leaves
+    loras = {
+        "lora_gate_up": tokenyard.LoRA(factors[0], factors[1], 0.5),
+        "lora_down": tokenyard.LoRA(factors[2], factors[3], 2.0),
+    }
+    routing = tokenyard.route(ids_TK, w1.shape[0])
+    return tokenyard.expert_mlp(x, routing, weights, w1, w2, **loras, weights_on=weights_on)
+
+
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+@pytest.mark.parametrize("num_tokens", [9, 3000])
+def test_low_rank_additions(
+    num_tokens: int, weights_on: str, no_sync: Callable[[], None], poisoned_memory: None
+) -> None:
+    """Against fp64; without a synchronisation; in a graph."""
+    leaves = leaves_of(num_tokens, 16, 4, 512, 256, {}, biases=False)
+    leaves += lora_leaves(16, 512, 256, 8)
+    ids = torch.rand(num_tokens, 16, device="cuda").topk(4).indices
+    grad = torch.randn(num_tokens, 512, device="cuda", dtype=torch.bfloat16)
+
+    def step(leaves: list[Tensor]) -> list[Tensor]:
+        inputs = [leaf.detach().requires_grad_() for leaf in leaves]
+        out = call_with_lora(inputs, ids, weights_on)
+        return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
+
+    got = step(leaves)
+    want = step([leaf.double() for leaf in leaves])
+    for ours, exact in zip(got, want):
+        assert error(ours, exact) < 2e-2
+    no_sync()
+    again = step(leaves)
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, again, got))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step(leaves)
+    graph.replay()
+    assert all(map(torch.equal, replayed, got))
+
+
+def test_frozen_matrices_cost_no_memory() -> None:
+    leaves = leaves_of(2048, 32, 4, 1024, 512, {}, biases=False)
+    factors = [leaf.requires_grad_() for leaf in lora_leaves(32, 1024, 512, 8)]
+    ids = torch.rand(2048, 32, device="cuda").topk(4).indices
+    out = call_with_lora([*leaves, *factors], ids, "output")
+    before = torch.cuda.memory_allocated()
+    out.sum().backward()
+    grown = torch.cuda.memory_allocated() - before + 2048 * 4 * 1024 * 2  # z is gone
+    assert grown <= sum(factor.nbytes for factor in factors) + (1 << 20)
+    assert all(leaf.grad is None for leaf in leaves)
+
+
+def test_more_elements_than_int32_counts() -> None:
+    """T 131072, K 8: 2^31 elements of z and more; some tokens against the definition."""
+    num_tokens, hidden, inner = 131072, 1024, 1280
+    leaves = leaves_of(num_tokens, 64, 8, hidden, inner, {}, biases=False)
+    ids = torch.rand(num_tokens, 64, device="cuda").topk(8).indices
+    grad = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    out, d_x, d_weights, _, _ = everything(leaves, ids, grad)
+    some = torch.tensor([0, 1, 65536, num_tokens - 2, num_tokens - 1], device="cuda")
+    part = [leaves[0][some], leaves[1][some], *leaves[2:]]
+    with use("reference"):
+        want = everything(part, ids[some], grad[some])
+    for ours, theirs in zip((out, d_x, d_weights), want):
+        assert error(ours[some], theirs) < 1e-2

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tokenyard import check
 from tokenyard.ops.activation import UNGATED, Activation, GateUpLayout, check_activation
 from tokenyard.ops.expert_mlp import expert_mlp
+from tokenyard.ops.expert_mlp_parts import WEIGHTS_ON, LoRA, WeightsOn
 from tokenyard.ops.grouped_gemm import LAYOUTS, WeightLayout
 from tokenyard.ops.unpermute import Reduction
 from tokenyard.routing import Routing
@@ -19,6 +20,7 @@ class Experts(nn.Module):
     Parameters: gate_up_proj [E,2I,H] (up_proj [E,I,H] for ungated activations), down_proj [E,H,I];
     with `bias` gate_up_proj_bias [E,2I] (up_proj_bias [E,I]) and down_proj_bias [E,H]; weights are
     [E,H,2I] and [E,I,H] with weight_layout "EKN" (gpt-oss). Options as in `tokenyard.expert_mlp`.
+    `add_lora` freezes them and adds <weight>_lora_a [E,r,in] and <weight>_lora_b [E,out,r].
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Experts(nn.Module):
         bias: bool = False,
         gate_up_layout: GateUpLayout = "concatenated",
         weight_layout: WeightLayout = "ENK",
+        weights_on: WeightsOn = "output",
         reduction: Reduction = "slot",
         recompute: bool = False,
         device: torch.device | str | None = None,
@@ -39,10 +42,11 @@ class Experts(nn.Module):
         super().__init__()
         check_activation("nn.Experts", "activation", activation, "gate_up_layout", gate_up_layout)
         check.choice("nn.Experts", "weight_layout", weight_layout, LAYOUTS)
+        check.choice("nn.Experts", "weights_on", weights_on, WEIGHTS_ON)
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size, self.activation = intermediate_size, activation
         self.gate_up_layout, self.weight_layout = gate_up_layout, weight_layout
-        self.reduction, self.recompute = reduction, recompute
+        self.weights_on, self.reduction, self.recompute = weights_on, reduction, recompute
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
@@ -60,16 +64,62 @@ class Experts(nn.Module):
         self.down_proj = weight(hidden_size, intermediate_size)
         self.register_parameter(f"{self._first}_bias", parameter(first_size) if bias else None)
         self.register_parameter("down_proj_bias", parameter(hidden_size) if bias else None)
+        self.lora_scale: float | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for name, parameter in self.named_parameters():
-            if name.endswith("_bias"):
+            if name.endswith(("_bias", "_lora_b")):
                 nn.init.zeros_(parameter)
             else:
-                size_in = self.intermediate_size if name == "down_proj" else self.hidden_size
+                size_in = (
+                    self.intermediate_size if name.startswith("down_proj") else self.hidden_size
+                )
                 bound = 1 / math.sqrt(size_in)
                 nn.init.uniform_(parameter, -bound, bound)
+
+    def add_lora(self, rank: int, alpha: float | None = None) -> None:
+        """Freeze all parameters, and add to both weights of every expert factors of this rank (LoRA).
+
+        An addition is alpha / rank times b a; alpha is by default rank. b starts at zero, so that nothing
+        changes at first.
+        """
+        check.at_least("nn.Experts.add_lora", "rank", rank, 1)
+        alpha = rank if alpha is None else alpha
+        check.number("nn.Experts.add_lora", "alpha", alpha)
+        if self.lora_scale is not None:
+            raise RuntimeError("tokenyard.nn.Experts: add_lora: factors are there already")
+        self.requires_grad_(False)
+        self.lora_scale = alpha / rank
+        for name in (self._first, "down_proj"):
+            weight = getattr(self, name)
+            sizes = weight.shape[1:]
+            size_out, size_in = sizes if self.weight_layout == "ENK" else reversed(sizes)
+            a = nn.Parameter(weight.new_empty(self.num_experts, rank, size_in))
+            nn.init.uniform_(a, -1 / math.sqrt(size_in), 1 / math.sqrt(size_in))
+            self.register_parameter(f"{name}_lora_a", a)
+            b = nn.Parameter(weight.new_zeros(self.num_experts, size_out, rank))
+            self.register_parameter(f"{name}_lora_b", b)
+
+    def merge_lora(self) -> None:
+        """Put the additions of `add_lora` into the weights, and remove their factors."""
+        for name in (self._first, "down_proj"):
+            lora = self._lora(name)
+            if lora is None:
+                raise RuntimeError("tokenyard.nn.Experts: merge_lora: there are no factors")
+            weight = getattr(self, name).detach()
+            for matrix, a, b in zip(weight, lora.a.detach(), lora.b.detach()):
+                product = (b.float() @ a.float()).mul_(lora.scale)
+                matrix.add_(product if self.weight_layout == "ENK" else product.t())
+            delattr(self, f"{name}_lora_a")
+            delattr(self, f"{name}_lora_b")
+        self.lora_scale = None
+
+    def _lora(self, name: str) -> LoRA | None:
+        if self.lora_scale is None:
+            return None
+        a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
+        return LoRA(a, b, self.lora_scale)
 
     def forward(self, x: Tensor, routing: Routing, topk_weights: Tensor) -> Tensor:
         """x [T,H], topk_weights [T,K] -> [T,H]."""
@@ -84,6 +134,9 @@ class Experts(nn.Module):
             activation=self.activation,
             gate_up_layout=self.gate_up_layout,
             weight_layout=self.weight_layout,
+            weights_on=self.weights_on,
+            lora_gate_up=self._lora(self._first),
+            lora_down=self._lora("down_proj"),
             reduction=self.reduction,
             recompute=self.recompute,
         )
