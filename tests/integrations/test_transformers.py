@@ -1,0 +1,232 @@
+"""The experts of every model of transformers, against their own eager forward; and the ways to switch."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations import tiny
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+import tokenyard
+from tokenyard.integrations import transformers as switch
+
+CLASSES = dict((name, module) for module, name in tiny.decorated())
+MODULES = sorted({module for module, _ in tiny.decorated()})
+UNKNOWN = {  # classes with a gate of their own, or a norm after each expert
+    *("BeamExperts", "DeepseekV4Experts", "Glm5NextTextExperts", "HYV4Experts", "HYV4VLExperts"),
+    *("Inkling2Experts", "Inkling2LoopExperts", "MiniMaxM3VLExperts", "MuseSparkExperts"),
+    "OpenAIPrivacyFilterExperts",
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The classes of the experts that ran by Tokenyard."""
+    names: list[str] = []
+
+    def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        names.append(type(self).__name__)
+        return original(self, *args, **kwargs)
+
+    original = switch.experts_forward
+    monkeypatch.setattr(switch, "experts_forward", counted)
+    yield names
+    monkeypatch.undo()
+    switch.register()
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    scale = float(want.detach().abs().max().clamp(min=1e-3))
+    torch.testing.assert_close(got / scale, want / scale, rtol=1e-5, atol=1e-5)
+
+
+def choices(num_tokens: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    top_k = min(2, num_experts)
+    ids_TK = torch.rand(num_tokens, num_experts).topk(top_k).indices
+    return ids_TK, torch.rand(num_tokens, top_k)
+
+
+def results(forward: Callable[..., Tensor], experts: Any, x_TH: Tensor, *args: Tensor) -> Any:
+    """Output, and gradients of x, the routing weights and all parameters."""
+    leaves = [x_TH.requires_grad_(), args[1].requires_grad_(), *experts.parameters()]
+    out_TH = forward(experts, x_TH, *args)
+    grad_TH = torch.linspace(-1, 1, out_TH.numel()).view_as(out_TH)
+    return [out_TH, *torch.autograd.grad(out_TH, leaves, grad_TH, materialize_grads=True)]
+
+
+def eager(experts: Any, *args: Tensor) -> Tensor:
+    return type(experts).forward.__wrapped__(experts, *args)  # what the decorator found
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_experts_class(name: str) -> None:
+    experts: Any = tiny.experts_of(CLASSES[name], name)
+    hidden = experts.down_proj.shape[2 if experts.is_transposed else 1]
+    inputs = torch.randn(9, hidden), *choices(9, experts.down_proj.shape[0])
+    got = results(switch.experts_forward, experts, *inputs)
+    for ours, theirs in zip(got, results(eager, experts, *inputs)):
+        close(ours, theirs)
+    assert (switch.known_activation(experts) is None) == (name in UNKNOWN)
+
+
+@pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts", "DeepseekV4Experts"])
+def test_choices_of_other_ranks_and_no_tokens(name: str) -> None:
+    """Exact zeros wherever the id is the number of experts."""
+    experts: Any = tiny.experts_of(CLASSES[name], name)
+    hidden = experts.down_proj.shape[2 if experts.is_transposed else 1]
+    ids_TK, weights_TK = choices(9, 4)
+    ids_TK[2], ids_TK[5, 1] = 4, 4
+    x_TH = torch.randn(9, hidden)
+    out_TH, d_x_TH, d_weights_TK, *_ = results(
+        switch.experts_forward, experts, x_TH, ids_TK, weights_TK
+    )
+    assert not out_TH[2].any() and not d_x_TH[2].any() and not d_weights_TK[2].any()
+    assert d_weights_TK[5, 1] == 0 and d_x_TH[5].any()
+    empty = results(switch.experts_forward, experts, x_TH[:0], ids_TK[:0], weights_TK[:0])
+    assert empty[0].shape == (0, hidden) and not any(value.any() for value in empty)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_causal_language_model(module: str, calls: list[str]) -> None:
+    model: Any = tiny.model_of(module)
+    if model is None:
+        pytest.skip("has no causal language model of its own; its experts are tested alone")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    for part in model.modules():
+        if hasattr(part, "config"):
+            part.config._experts_implementation = "eager"
+    ids = torch.randint(2, 64, (2, 7))
+
+    def run() -> list[Tensor]:
+        logits = model(ids, use_cache=False).logits
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        grads = torch.autograd.grad(
+            logits.float().square().mean(), parameters, materialize_grads=True
+        )
+        return [logits, *grads]
+
+    want = run()
+    assert calls == []
+    switch.use(model)
+    got = run()
+    assert set(calls) <= CLASSES.keys() and calls
+    for ours, theirs in zip(got, want):
+        close(ours, theirs)
+
+
+def qwen3() -> Any:
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_one_line(tmp_path: Path, calls: list[str]) -> None:
+    switch.register()
+    model = qwen3()
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(64, (2, 9))
+    model.set_experts_implementation("eager")
+    want = model(ids).logits
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="tokenyard")
+    close(loaded(ids).logits, want)
+    assert len(calls) == 2
+    model.set_experts_implementation("tokenyard")
+    close(model(ids).logits, want)
+    assert len(calls) == 4
+
+
+def test_generate_compile_and_gradient_checkpointing(calls: list[str]) -> None:
+    model, ids = qwen3(), torch.randint(64, (1, 5))
+    model.set_experts_implementation("eager")
+    options = {"max_new_tokens": 6, "do_sample": False}
+    want = model.generate(ids, **options)
+    switch.use(model)
+    assert torch.equal(model.generate(ids, **options), want)
+    assert len(calls) == 2 * 6  # once a layer, of the prompt and then of single tokens
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    close(compiled(ids).logits, model(ids).logits)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    model.train()
+    plain = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert all(map(torch.equal, gradients(), plain))
+
+
+class LowRank(nn.Module):
+    """What PEFT's `target_parameters` puts before a parameter."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(weight.shape[0], 2, weight.shape[2]))
+        self.b = nn.Parameter(torch.randn(weight.shape[0], weight.shape[1], 2))
+        self.reads = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.reads += 1
+        return weight + 0.1 * self.b @ self.a
+
+
+def test_parametrized_weights_are_read_once_and_trained() -> None:
+    experts: Any = tiny.experts_of(CLASSES["MixtralExperts"], "MixtralExperts")
+    experts.requires_grad_(False)
+    additions = {name: LowRank(getattr(experts, name)) for name in ("gate_up_proj", "down_proj")}
+    for name, addition in additions.items():
+        parametrize.register_parametrization(experts, name, addition)
+        addition.reads = 0
+    x_TH, choice = torch.randn(9, 16), choices(9, 4)
+    out_TH = switch.experts_forward(experts, x_TH, *choice)
+    assert [addition.reads for addition in additions.values()] == [1, 1]
+    factors = [factor for addition in additions.values() for factor in (addition.a, addition.b)]
+    grads = torch.autograd.grad(out_TH.square().sum(), factors)
+    with torch.no_grad():
+        want_TH = eager(experts, x_TH, *choice)
+    close(out_TH.detach(), want_TH)
+    assert all(grad.any() for grad in grads)
+
+
+def test_a_gate_that_only_looks_like_one_is_called() -> None:
+    module: Any = importlib.import_module(CLASSES["MixtralExperts"])
+
+    class Halved(module.MixtralExperts):  # type: ignore[misc]
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return self.act_fn(gate) * up / 2
+
+    class Mine(nn.SiLU):
+        def forward(self, x: Tensor) -> Tensor:
+            return 3 * x
+
+    plain: Any = tiny.experts_of(CLASSES["MixtralExperts"], "MixtralExperts")
+    halved = Halved(plain.config)
+    halved.load_state_dict(plain.state_dict())
+    x_TH, choice = torch.randn(9, 16), choices(9, 4)
+    half_TH = eager(plain, x_TH, *choice) / 2  # whose own forward calls no gate
+    close(switch.experts_forward(halved, x_TH, *choice), half_TH)
+    assert switch.known_activation(halved) is None
+    plain.act_fn = Mine()
+    close(switch.experts_forward(plain, x_TH, *choice), eager(plain, x_TH, *choice))
+    gpt_oss: Any = tiny.experts_of(CLASSES["GptOssExperts"], "GptOssExperts")
+    assert switch.known_activation(gpt_oss) == "clamped_swiglu"
+    gpt_oss.limit = 5.0
+    assert switch.known_activation(gpt_oss) is None
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    with pytest.raises(tokenyard.ArgumentError, match="`model`: expected a model with experts"):
+        switch.use(nn.Linear(2, 2))

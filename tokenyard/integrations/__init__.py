@@ -1,0 +1,1 @@
+"""Where the library plugs into frameworks; each module needs its own."""
