@@ -7,12 +7,13 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 PYTEST_ARGS ?=
+HF_VERSIONS ?= 5.0.0 5.8.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint test test-slow bench clean
+.PHONY: help venv demo lint test test-slow test-hf-matrix bench clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## Prepare .venv with everything the tests need
 
@@ -37,9 +38,12 @@ test: lint ## Lint, then run every test that is not slow (PYTEST_ARGS and JOBS a
 test-slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
+test-hf-matrix: $(STAMP) ## Test against several versions of transformers (HF_VERSIONS), each in its environment
+	JOBS=$(JOBS) tests/integrations/matrix.sh $(BIN)/python $(HF_VERSIONS)
+
 bench: $(STAMP) ## Measure the expert MLP on this machine
 	$(BIN)/python -m benchmarks.expert_mlp_cpu
 
 clean: ## Remove .venv, caches, builds and runs
-	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-hf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

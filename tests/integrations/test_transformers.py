@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from integrations import tiny
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -17,6 +19,9 @@ from tokenyard.integrations import transformers as switch
 
 CLASSES = dict((name, module) for module, name in tiny.decorated())
 MODULES = sorted({module for module, _ in tiny.decorated()})
+VERSION = Version(transformers.__version__)
+MISREAD = {"hunyuan_v1_moe", "phimoe"} if VERSION < Version("5.8") else set()
+"""Routers that give weights [T,E], of which their own experts read the first columns."""
 UNKNOWN = {  # classes with a gate of their own, or a norm after each expert
     *("BeamExperts", "DeepseekV4Experts", "Glm5NextTextExperts", "HYV4Experts", "HYV4VLExperts"),
     *("Inkling2Experts", "Inkling2LoopExperts", "MiniMaxM3VLExperts", "MuseSparkExperts"),
@@ -74,7 +79,9 @@ def test_every_experts_class(name: str) -> None:
     assert (switch.known_activation(experts) is None) == (name in UNKNOWN)
 
 
-@pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts", "DeepseekV4Experts"])
+@pytest.mark.parametrize(
+    "name", sorted({"MixtralExperts", "GptOssExperts", "DeepseekV4Experts"} & CLASSES.keys())
+)
 def test_choices_of_other_ranks_and_no_tokens(name: str) -> None:
     """Exact zeros wherever the id is the number of experts."""
     experts: Any = tiny.experts_of(CLASSES[name], name)
@@ -94,6 +101,8 @@ def test_choices_of_other_ranks_and_no_tokens(name: str) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_every_causal_language_model(module: str, calls: list[str]) -> None:
     model: Any = tiny.model_of(module)
+    if module.split(".")[-2] in MISREAD:
+        pytest.skip("its router and its experts disagree in this version of transformers")
     if model is None:
         pytest.skip("has no causal language model of its own; its experts are tested alone")
     for parameter in model.parameters():
@@ -111,7 +120,12 @@ def test_every_causal_language_model(module: str, calls: list[str]) -> None:
         )
         return [logits, *grads]
 
-    want = run()
+    try:
+        want = run()
+    except ValueError as error:
+        if "kernels are not available" not in str(error):
+            raise
+        pytest.skip(f"runs on a GPU alone in this version of transformers: {error}")
     assert calls == []
     switch.use(model)
     got = run()
@@ -129,6 +143,7 @@ def qwen3() -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.skipif(VERSION < Version("5.7"), reason="names of others are refused; see use()")
 def test_one_line(tmp_path: Path, calls: list[str]) -> None:
     switch.register()
     model = qwen3()

@@ -79,6 +79,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "flint": {"mlp_only_layers": []},
     "gemma4": {"enable_moe_block": True, **TINY_EXPERTS},
+    "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"]},
     "hunyuan_v1_moe": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]},
     "mimo_v2_flash": {"head_dim": 24, "layer_types": ["full_attention", "full_attention"]},

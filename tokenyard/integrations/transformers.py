@@ -85,7 +85,6 @@ def experts_forward(
     routing = tokenyard.route(top_k_index, w_gate_up.shape[0])
     kind = known_activation(experts)
     if kind is not None:
-        interleaved = is_gated and not getattr(experts, "is_concatenated", True)
         return tokenyard.expert_mlp(
             hidden_states,
             routing,
@@ -95,7 +94,7 @@ def experts_forward(
             b_gate_up=b_gate_up,
             b_down=b_down,
             activation=kind,
-            gate_up_layout="interleaved" if interleaved else "concatenated",
+            gate_up_layout="interleaved" if kind == "clamped_swiglu" else "concatenated",
             weight_layout=layout,  # type: ignore[arg-type]
         )
     rows = tokenyard.permute(hidden_states, routing)
@@ -123,7 +122,7 @@ def known_activation(experts: nn.Module) -> Activation | None:
     if not getattr(module, "has_gate", True):
         return _UNGATED.get(_key(module.act_fn))
     gate = type(module)._apply_gate
-    if _same(gate, GptOssExperts._apply_gate) and not getattr(module, "is_concatenated", True):
+    if _same(gate, GptOssExperts._apply_gate):  # interleaved
         is_clamped = (module.alpha, module.limit) == (CLAMPED_ALPHA, CLAMPED_LIMIT)
         return "clamped_swiglu" if is_clamped else None
     if _same(gate, _default_apply_gate) and getattr(module, "is_concatenated", True):
