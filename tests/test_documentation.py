@@ -1,4 +1,4 @@
-"""The Python blocks of README.md and docs/migrating.md run, and the latter names what it should.
+"""The Python blocks of README.md and the documents run; what scripts have written is up to date.
 
 The blocks of docs/routers.md are run by tests/nn/test_moe.py.
 """
@@ -32,7 +32,7 @@ def blocks(language: str, text: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/migrating.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/migrating.md", "docs/huggingface.md"])
 def test_python_blocks_run(document: str) -> None:
     """In order, in one namespace."""
     found = blocks("python", read(document))
@@ -57,3 +57,9 @@ def test_migration_names_every_function_and_a_line_that_works(section: str) -> N
 def test_picture_is_as_its_script_draws_it() -> None:
     drawing = runpy.run_path(str(ROOT / "docs/dataflow.py"))["drawing"]
     assert read("docs/dataflow.svg") == drawing()
+
+
+def test_table_of_experts_is_as_its_script_writes_it() -> None:
+    document = runpy.run_path(str(ROOT / "docs/huggingface_table.py"))["document"]
+    text = read("docs/huggingface.md")
+    assert document(text) == text

@@ -19,8 +19,8 @@ from tokenyard.integrations import transformers as switch
 
 CLASSES = dict((name, module) for module, name in tiny.decorated())
 MODULES = sorted({module for module, _ in tiny.decorated()})
-VERSION = Version(transformers.__version__)
-MISREAD = {"hunyuan_v1_moe", "phimoe"} if VERSION < Version("5.8") else set()
+version = Version(transformers.__version__)
+MISREAD = {"hunyuan_v1_moe", "phimoe"} if version < Version("5.8") else set()
 """Routers that give weights [T,E], of which their own experts read the first columns."""
 UNKNOWN = {  # classes with a gate of their own, or a norm after each expert
     *("BeamExperts", "DeepseekV4Experts", "Glm5NextTextExperts", "HYV4Experts", "HYV4VLExperts"),
@@ -143,7 +143,7 @@ def qwen3() -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.skipif(VERSION < Version("5.7"), reason="names of others are refused; see use()")
+@pytest.mark.skipif(version < Version("5.7"), reason="names of others are refused; see use()")
 def test_one_line(tmp_path: Path, calls: list[str]) -> None:
     switch.register()
     model = qwen3()

@@ -11,14 +11,10 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
+from tokenyard.integrations import tiny_models
+
 MODELS = Path(transformers.__file__).parent / "models"
 DECORATED = re.compile(r"^@use_experts_implementation(?:\(.*?\))?\s*\nclass (\w+)", re.M | re.S)
-SIZES = {
-    r"experts_per_tok|(?<!_)top_?k(?!_)|moe_topk|moe_k$|num_selected": 2,
-    r"num.*experts$|n_routed_experts|num_experts": 4,
-    r"hidden_size$|hidden_size_per_layer_input$|hidden_dim$|d_model$|latent_size$": 16,
-    r"intermediate|ffn|expert_dim": 8,
-}
 
 
 def decorated() -> Iterator[tuple[str, str]]:
@@ -29,14 +25,14 @@ def decorated() -> Iterator[tuple[str, str]]:
 
 
 def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
+    """In place, parts too."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             shrink(value)
-        elif value is None or type(value) is int:
-            for pattern, size in SIZES.items():
-                if re.search(pattern, name) and "shared" not in name:
-                    setattr(config, name, size)
-                    break
+        elif (value is None or type(value) is int) and "intermediate" in name:
+            setattr(config, name, 8)
+        elif (size := tiny_models.size_of(name, value)) is not None:
+            setattr(config, name, size)
     return config
 
 
@@ -62,50 +58,21 @@ def configs(module: Any, experts: type[nn.Module]) -> Iterator[PreTrainedConfig]
                 yield part
 
 
-LAYERS = {
-    r"^num_hidden_layers$": 2,
-    r"num_(attention|key_value)_heads$|num_heads$|mamba_n_heads$": 4,
-    r"^vocab_size|max_position_embeddings$": 64,
-    r"^qk_head_dim$": 16,
-    r"head_dim$|lora_rank$|mamba_d_head$": 8,
-    r"^n_groups$": 2,
-    r"^n_group$|^topk_group$|num_nextn|num_mtp|(pad|bos|eos)_token_id$": 1,
-    r"first_k_dense|num_dense_layers": 0,
-}
-TINY_EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "bailing_hybrid": {"num_expert_group": 1, "topk_group": 1},
-    "beam": {"mlp_layer_types": ["dense", "sparse"]},
-    "dots1": {"n_shared_experts": 1},
-    "flint": {"mlp_only_layers": []},
-    "gemma4": {"enable_moe_block": True, **TINY_EXPERTS},
-    "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"]},
-    "hunyuan_v1_moe": {"head_dim": 8},
-    "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]},
-    "mimo_v2_flash": {"head_dim": 24, "layer_types": ["full_attention", "full_attention"]},
-    "mistral4": {"head_dim": 16},
-    "qwen3_5_moe": {"num_hidden_layers": 4},
-    "qwen3_next": {"num_hidden_layers": 4},
-    "zaya": {"num_experts_per_tok": 1},
-}
-"""Where sizes alone do not make a model, or one with experts."""
+def has_language_model(module_name: str) -> bool:
+    return _language_model(importlib.import_module(module_name)) is not None
+
+
+def _language_model(module: Any) -> Any:
+    names = [name for name in vars(module) if name.endswith("ForCausalLM")]
+    return getattr(module, names[0]) if names else None
 
 
 def model_of(module_name: str) -> nn.Module | None:
     """A tiny causal language model of a module, or None if it has none."""
-    module = importlib.import_module(module_name)
-    names = [name for name in vars(module) if name.endswith("ForCausalLM")]
-    if not names:
+    model = _language_model(importlib.import_module(module_name))
+    if model is None:
         return None
-    model = getattr(module, names[0])
-    sizes = {}
-    for name, value in model.config_class().to_dict().items():
-        if type(value) is int or (value is None and "experts" in name):
-            patterns = (p for p in LAYERS | SIZES if re.search(p, name) and "shared" not in name)
-            if (pattern := next(patterns, None)) is not None:
-                sizes[name] = (LAYERS | SIZES)[pattern]
-    sizes |= OVERRIDES.get(module_name.split(".")[-2], {})
-    return model(model.config_class(**sizes)).eval()
+    return model(tiny_models.tiny_config(model.config_class())).eval()
 
 
 def experts_of(module_name: str, name: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The `tokenyard` command line: `train`, `tune` and `env`."""
+"""The `tokenyard` command line: `train`, `tune`, `check-model` and `env`."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -161,6 +161,35 @@ def tune_command(
             raise CommandError(f"--device must be a GPU, not {device}")
         path = tune(hidden_size, intermediate_size, experts, dtype, chosen, console)
         console.print(f"wrote {path}", soft_wrap=True)
+
+
+@app.command("check-model")
+def check_model_command(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME_OR_PATH",
+            help="A folder, a config.json, a model type such as qwen3_moe, or a name on the Hub.",
+        ),
+    ],
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Load the model itself, not a tiny one of its config."),
+    ] = False,
+    tokens: Annotated[int, typer.Option(min=1, help="Random tokens to run.")] = 64,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "cpu",
+) -> None:
+    """Compare a transformers model's experts, eager and by Tokenyard, layer by layer.
+
+    By default a tiny model with the config's choices and random weights: works offline and takes seconds.
+    Exits with 1 if outputs or gradients differ by more than rounding.
+    """
+    with one_line_errors():
+        if find_spec("transformers") is None:
+            raise CommandError("needs transformers: pip install 'tokenyard[hf]'")
+        from tokenyard.cli.check_model import check
+
+        check(name, full, tokens, choose_device(device), Console())
 
 
 @app.command("env")
