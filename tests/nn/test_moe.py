@@ -315,6 +315,29 @@ def test_other_options_of_the_router_keep_the_weights_normalised() -> None:
     torch.testing.assert_close(statistics.topk_weights.sum(1), torch.ones(9))
 
 
+def test_jitter_in_training_alone() -> None:
+    router = Router(6, 4, 2, jitter=0.1)
+    x_TH = torch.ones(50, 6)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(4, 6))
+    noisy_TE = router(x_TH).router_logits
+    assert (noisy_TE - 1).abs().max() <= 0.1 + 1e-6 and noisy_TE.std() > 0.03
+    router.eval()
+    assert torch.equal(router(x_TH).router_logits, torch.ones(50, 4))
+
+
+def test_forced_balance_fills_experts_equally_and_yields_to_given_indices() -> None:
+    moe = MoE(6, 5, 4, 3, router={"force_balance": True})
+    out_TH, statistics = moe(torch.randn(8, 6))
+    assert statistics.tokens_per_expert.tolist() == [6, 6, 6, 6]
+    assert all(len(set(ids)) == 3 for ids in statistics.topk_indices.tolist())
+    out_TH.sum().backward()
+    assert moe.gate.weight.grad.any()
+    given = torch.zeros(8, 3, dtype=torch.int32)
+    given[:, 1:] = -1
+    assert torch.equal(moe(torch.randn(8, 6), given)[1].topk_indices, given)
+
+
 def test_meta_tensors() -> None:
     out, _ = MoE(8, 4, 4, 2, device="meta")(torch.randn(3, 8, device="meta"))
     assert out.shape == (3, 8) and out.is_meta
@@ -329,6 +352,7 @@ def test_meta_tensors() -> None:
         ),
         (lambda: Experts(2, 4, 8, weight_layout="foo"), r"nn\.Experts: `weight_layout`"),
         (lambda: Router(4, 2, 3), r"nn\.Router: `top_k`: expected 1 to E = 2, got 3"),
+        (lambda: Router(4, 2, 1, jitter=1.0), r"nn\.Router: `jitter`: expected 0 to 1"),
         (lambda: Router(4, 2, 1, normalise="sum"), r"`topk_options`: .*got 'normalise'"),
         (lambda: MoE(4, 8, 2, 1, capacity_factor=-1), r"nn\.MoE: `capacity_factor`"),
         (lambda: MoE(4, 8, 2, 1, drop="last"), r"nn\.MoE: `drop`"),
