@@ -44,8 +44,6 @@ class Report:
 
 def config_of(name: str) -> PreTrainedConfig:
     """Of a folder, a config.json, a model type such as "qwen3_moe", or a name on the Hub."""
-    if Path(name).is_file():
-        return AutoConfig.from_pretrained(Path(name).parent)
     if not Path(name).exists() and "/" not in name:
         return AutoConfig.for_model(name)
     return AutoConfig.from_pretrained(name)
