@@ -298,11 +298,12 @@ def unpermute(
     *,
     reduction: Reduction = "slot",
 ) -> Tensor:
-    """Sum the rows of each token's experts, weighted: rows [R,D] -> [T,D], dtype of rows but for one `RankTree`.
+    """Sum the rows of each token's experts, weighted: rows [R,D] -> [T,D], dtype of rows.
 
     routing        as for the `permute` that made the rows
     topk_weights   [T,K] any floating-point dtype, or None for the plain sum
-    reduction      the order of the additions: "slot", "expert", "expert_descending" or a `RankTree`
+    reduction      the order of the additions: "slot", "expert", "expert_descending" or a `RankTree`,
+                   which may keep the precision of the sum
 
     Accumulates in fp32 (fp64 for fp64 rows) and rounds once. Padding rows are never read; a slot
     without a row adds nothing and its weight's gradient is exactly zero. Differentiable in rows and
