@@ -21,6 +21,6 @@ def checks_of(module: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("module", ["checks_exchange", "checks_failures"])
+@pytest.mark.parametrize("module", ["checks_exchange", "checks_failures", "checks_moe"])
 def test_world(module: str, size: int, tmp_path: Path) -> None:
     run_world(size, tmp_path, module, checks_of(module))

@@ -319,7 +319,8 @@ def _gradient(ctx: Any, backward: Any, grad: Tensor | None, _: Any) -> tuple[Ten
     if grad is None:
         return *[None] * NUM_INPUTS, *others
     need = list(ctx.needs_input_grad[:NUM_INPUTS])
-    grads = backward(grad.to(ctx.saved_tensors[0].dtype), *ctx.saved_tensors, *ctx.form, need)
+    x, *saved = ctx.saved_tensors
+    grads = backward(grad.to(x.dtype), x, *saved, *ctx.form, need)
     return *(value if needed else None for value, needed in zip(grads, need)), *others
 
 
@@ -361,8 +362,7 @@ def expert_mlp(
     activation     see `activation`; gate_up_layout "concatenated" or "interleaved"
     weights_on     "output": the experts' outputs are weighted; "input": their inputs are (Llama 4);
                    "later", for K = 1: out is not weighted, and its gradient is taken to be that of the
-                   weighted out: whoever weighs it hands back the gradient of the product as it is
-                   (`tokenyard.parallel`, where the experts of a token are on several ranks)
+                   weighted out, as it is where `tokenyard.parallel` weighs on another rank
     lora_gate_up   a `LoRA` of rank r added to w_gate_up: a [E,r,H], b [E,2I,r] ([E,I,r]); lora_down:
                    a [E,r,I], b [E,H,r]; no sum of matrices is made
     reduction      the order of the final sum, see `unpermute`

@@ -2,12 +2,14 @@
 
 from tokenyard.parallel.dispatch import Dispatched, combine, dispatch
 from tokenyard.parallel.failures import PeerError, fail_together
+from tokenyard.parallel.style import ExpertParallel
 from tokenyard.parallel.transports import AllToAll, Capacity
 
 __all__ = [
     "AllToAll",
     "Capacity",
     "Dispatched",
+    "ExpertParallel",
     "PeerError",
     "combine",
     "dispatch",
