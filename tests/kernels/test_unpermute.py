@@ -5,6 +5,7 @@ No bf16 rows: the interpreter stores fp32 as bf16 by truncation.
 
 import os
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +149,15 @@ def test_every_order(dtype: torch.dtype, reduction: Reduction) -> None:
     for weights_dtype in DTYPES:
         check(rows_RH, routing, weights_for(routing, weights_dtype), reduction)
     check(rows_RH, routing, None, reduction)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("within", ["fp32", "fp64"])
+def test_a_partial_sum_keeps_its_precision(dtype: torch.dtype, within: Any) -> None:
+    routing = random_case(9, 6, 6, row_alignment=2).route()
+    reduction = RankTree(1, within, "none")
+    out_TH = check(rows_for(routing, 40, dtype), routing, weights_for(routing), reduction)
+    assert out_TH.dtype == (FP64 if dtype == FP64 else FP32)
 
 
 def test_orders_differ() -> None:

@@ -207,6 +207,39 @@ def test_low_rank_additions_follow_autocast_and_save_nothing_more() -> None:
     assert all(lora.a.grad.dtype == lora.b.grad.dtype == FP32 for lora in loras.values())  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_applied_later(backend: str, recompute: bool) -> None:
+    """The outputs as with weights of one, and the gradients of the weighted outputs, bit for bit."""
+    case = random_case(12, 3, 1)
+    arguments = make(case, 8, 5, FP32)
+    ones = arguments | {"topk_weights": torch.ones_like(arguments["topk_weights"])}
+    with tokenyard.use(backend):
+        later_TH, got, _ = run(case, arguments, weights_on="later", recompute=recompute)
+        _, want, _ = run(case, arguments)
+        plain_TH, _, _ = run(case, ones)
+    assert_same_bits(later_TH, plain_TH)
+    for ours, theirs in zip(got, want):
+        assert_same_bits(ours, theirs)
+    reference_TH = tokenyard.expert_mlp_reference(
+        routing=case.route(), weights_on="later", **arguments
+    )
+    torch.testing.assert_close(later_TH, reference_TH)
+
+
+def test_partial_sums_are_in_fp32() -> None:
+    """Of bf16 rows: rounded, they are the sum of one rank; the gradient is rounded before."""
+    case = random_case(12, 4, 3)
+    arguments = make(case, 8, 5, BF16)
+    part_TH, got, grad_TH = run(case, arguments, reduction=RankTree(1, "fp32", "none"))
+    whole_TH, want, _ = run(case, arguments, reduction=RankTree(1))
+    assert part_TH.dtype == FP32 and grad_TH.dtype == FP32
+    assert_same_bits(part_TH.to(BF16), whole_TH)
+    assert not torch.equal(part_TH, whole_TH)
+    for ours, theirs in zip(got, want):
+        assert_same_bits(ours, theirs)
+
+
 @pytest.mark.parametrize("name", ["aligned", "nothing routed", "no tokens", "rows too few"])
 @pytest.mark.parametrize("kind", ["swiglu", "clamped_swiglu", "relu2"])
 def test_gradcheck(name: str, kind: str) -> None:
@@ -439,6 +472,7 @@ def test_compile_once_for_every_number_of_tokens() -> None:
         (r"lora_gate_up\.b", {"lora_gate_up": LoRA(torch.zeros(4, 2, 4), torch.zeros(4, 4, 2))}),
         (r"lora_gate_up\.scale", {"lora_gate_up": LoRA(torch.zeros(4, 2, 4), torch.zeros(4, 6, 2), "1")}),
         ("weights_on", {"weights_on": "input", "reduction": RankTree(2, "fma_bf16")}),
+        ("weights_on", {"weights_on": "later"}),
         ("gate_up_layout", {"gate_up_layout": "mixed"}),
         ("weight_layout", {"weight_layout": "NK"}),
         ("reduction", {"reduction": "tree"}),

@@ -1,8 +1,10 @@
 """unpermute, bit for bit, against scalar loops in every order; gradients, hazards, compilation, errors."""
 
 import random
+from dataclasses import replace
 from fractions import Fraction
 from math import ldexp
+from typing import Any
 
 import numpy as np
 import pytest
@@ -304,16 +306,20 @@ def test_strides_of_rows_weights_and_gradients() -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("order", [("slot", 0, "fp32", "fp32"), ("expert", 2, "fp64", "fp64")])
+@pytest.mark.parametrize(
+    "order",
+    [("slot", 0, "fp32", "fp32"), ("expert", 2, "fp64", "fp64"), ("expert", 1, "fp32", "none")],
+)
 def test_opcheck(weighted: bool, order: tuple[str, int, str, str]) -> None:
     routing = SPECIAL["aligned"].route()
-    rows_RH = torch.randn(20, 3, requires_grad=True)
+    dtype = BF16 if order[3] == "none" else FP32
+    rows_RH = torch.randn(20, 3, dtype=dtype, requires_grad=True)
     weights_TK = torch.rand(4, 2, requires_grad=True) if weighted else None
     maps = routing.row_of_slot, routing.slot_of_row
     arguments = (rows_RH, weights_TK, *maps, routing.topk_indices, 4, *order)
     torch.library.opcheck(torch.ops.tokenyard.unpermute.default, arguments)
     saved = (rows_RH.detach(), torch.rand(4, 2)) if weighted else (None, None)
-    arguments = (torch.randn(4, 3), *saved, *maps)
+    arguments = (torch.randn(4, 3, dtype=dtype), *saved, *maps)
     torch.library.opcheck(torch.ops.tokenyard.unpermute_backward.default, arguments)
 
 
@@ -357,6 +363,7 @@ def test_compile_once_for_every_number_of_tokens() -> None:
         (r"reduction\.ep_size", {"reduction": RankTree(0)}),
         (r"reduction\.within_rank", {"reduction": RankTree(2, "bf16")}),  # type: ignore[arg-type]
         (r"reduction\.across_ranks", {"reduction": RankTree(2, "fp32", "x")}),  # type: ignore[arg-type]
+        (r"reduction\.ep_size", {"reduction": RankTree(2, "fp32", "none")}),
     ],
 )
 def test_errors_name_operator_and_argument(argument: str, changes: dict[str, object]) -> None:
@@ -364,3 +371,46 @@ def test_errors_name_operator_and_argument(argument: str, changes: dict[str, obj
     arguments |= {"topk_weights": torch.ones(4, 2)} | changes
     with pytest.raises(ArgumentError, match=rf"tokenyard\.unpermute: `{argument}`"):
         tokenyard.unpermute(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32, FP64], ids=str)
+@pytest.mark.parametrize("across", ["fp32", "fp64"])
+@pytest.mark.parametrize("within", ["fp32", "fp64", "fma_bf16"])
+def test_a_rank_tree_is_the_sum_of_its_partial_sums(
+    dtype: torch.dtype, across: Any, within: Any
+) -> None:
+    """As two steps on two ranks: each adds up its own experts, then the partial sums are added."""
+    if within == "fma_bf16" and dtype == FP64:
+        return
+    routing = random_case(9, 6, 4).route()
+    rows_RH, weights_TK = wide(36, 5, dtype=dtype).requires_grad_(), torch.rand(9, 4)
+    partials = []
+    for rank in range(2):
+        elsewhere_TK = routing.topk_indices // 3 != rank
+        mine = replace(
+            routing,
+            row_of_slot=routing.row_of_slot.masked_fill(elsewhere_TK, -1),
+            slot_of_row=routing.slot_of_row.masked_fill(routing.expert_of_row // 3 != rank, -1),
+        )
+        tree = RankTree(1, within, "none")
+        partials.append(tokenyard.unpermute(rows_RH, mine, weights_TK, reduction=tree))
+    wanted = BF16 if within == "fma_bf16" else FP64 if dtype == FP64 else FP32
+    assert all(partial.dtype == wanted for partial in partials)
+    ranks = tokenyard.route(torch.arange(2).expand(9, 2), 2)
+    got_TH = tokenyard.unpermute(
+        torch.cat(partials).to(FP64 if dtype == FP64 else FP32),
+        ranks,
+        reduction=RankTree(2, "fp32", across),
+    ).to(dtype)
+    want_TH = tokenyard.unpermute(
+        rows_RH, routing, weights_TK, reduction=RankTree(2, within, across)
+    )
+    assert_same_bits(got_TH, want_TH)
+    if within == "fma_bf16" and dtype != BF16:
+        return  # the gradient of a partial sum in bf16 is in bf16
+    grad_TH = torch.randn(9, 5).to(dtype)
+    for got, want in zip(
+        torch.autograd.grad(got_TH, rows_RH, grad_TH),
+        torch.autograd.grad(want_TH, rows_RH, grad_TH),
+    ):
+        assert_same_bits(got, want)

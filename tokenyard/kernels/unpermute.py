@@ -179,6 +179,14 @@ def _combine_launcher(
     return launcher, tokens, cdiv(num_columns, tile.columns)
 
 
+def _sum_dtype(rows: Tensor, within_rank: str, across_ranks: str) -> torch.dtype:
+    if across_ranks != "none":
+        return rows.dtype
+    if within_rank == "fma_bf16":
+        return torch.bfloat16
+    return torch.float64 if rows.dtype == torch.float64 else torch.float32
+
+
 def combine(
     rows: Tensor,
     topk_weights: Tensor | None,
@@ -193,7 +201,7 @@ def combine(
     """rows [R,D] -> [T,D]; the arguments of `combine_reference`."""
     num_tokens, top_k = row_of_slot.shape
     num_rows, num_columns = rows.shape
-    out = rows.new_empty(num_tokens, num_columns)
+    out = rows.new_empty(num_tokens, num_columns, dtype=_sum_dtype(rows, within_rank, across_ranks))
     if num_tokens == 0 or num_columns == 0:
         return out
     if num_rows == 0:

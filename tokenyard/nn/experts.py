@@ -21,6 +21,7 @@ class Experts(nn.Module):
     with `bias` gate_up_proj_bias [E,2I] (up_proj_bias [E,I]) and down_proj_bias [E,H]; weights are
     [E,H,2I] and [E,I,H] with weight_layout "EKN" (gpt-oss). Options as in `tokenyard.expert_mlp`.
     `add_lora` freezes them and adds <weight>_lora_a [E,r,in] and <weight>_lora_b [E,out,r].
+    Parameters may be DTensors: the experts are then those of this process's shards.
     """
 
     def __init__(
@@ -118,26 +119,42 @@ class Experts(nn.Module):
     def _lora(self, name: str) -> LoRA | None:
         if self.lora_scale is None:
             return None
-        a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
+        a, b = self._local(f"{name}_lora_a"), self._local(f"{name}_lora_b")
+        assert a is not None and b is not None
         return LoRA(a, b, self.lora_scale)
 
-    def forward(self, x: Tensor, routing: Routing, topk_weights: Tensor) -> Tensor:
-        """x [T,H], topk_weights [T,K] -> [T,H]."""
+    def _local(self, name: str) -> Tensor | None:
+        """A parameter, or this process's shard of it."""
+        parameter = getattr(self, name)
+        return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+    def forward(
+        self,
+        x: Tensor,
+        routing: Routing,
+        topk_weights: Tensor,
+        *,
+        weights_on: WeightsOn | None = None,
+        reduction: Reduction | None = None,
+    ) -> Tensor:
+        """x [T,H], topk_weights [T,K] -> [T,H]; options that are given replace those of the module."""
+        w_gate_up, w_down = self._local(self._first), self._local("down_proj")
+        assert w_gate_up is not None and w_down is not None
         return expert_mlp(
             x,
             routing,
             topk_weights,
-            getattr(self, self._first),
-            self.down_proj,
-            b_gate_up=getattr(self, f"{self._first}_bias"),
-            b_down=self.down_proj_bias,
+            w_gate_up,
+            w_down,
+            b_gate_up=self._local(f"{self._first}_bias"),
+            b_down=self._local("down_proj_bias"),
             activation=self.activation,
             gate_up_layout=self.gate_up_layout,
             weight_layout=self.weight_layout,
-            weights_on=self.weights_on,
+            weights_on=weights_on or self.weights_on,
             lora_gate_up=self._lora(self._first),
             lora_down=self._lora("down_proj"),
-            reduction=self.reduction,
+            reduction=reduction or self.reduction,
             recompute=self.recompute,
         )
 

@@ -1,8 +1,9 @@
 """The Mixture-of-Experts block: router, experts, and an optional shared expert."""
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from tokenyard import check
 from tokenyard.nn.experts import Experts
 from tokenyard.nn.router import Router
 from tokenyard.ops.activation import Activation
-from tokenyard.routing import route
+from tokenyard.routing import Routing, route
 
 
 class MoEStatistics(NamedTuple):
@@ -27,6 +28,40 @@ class MoEStatistics(NamedTuple):
     topk_indices: Tensor
     tokens_per_expert: Tensor
     num_dropped: Tensor
+
+
+class Dispatched(NamedTuple):
+    """out [T,H] of the experts, that of the shared expert or None, and counts as in `MoEStatistics`."""
+
+    out: Tensor
+    shared: Tensor | None
+    tokens_per_expert: Tensor
+    num_dropped: Tensor
+
+
+class Dispatcher(Protocol):
+    """What `tokenyard.parallel` puts in place of the plain call of the experts."""
+
+    def __call__(
+        self,
+        experts: Experts,
+        x: Tensor,
+        routing: Routing,
+        topk_weights: Tensor,
+        shared: Callable[[Tensor], Tensor | None],
+    ) -> Dispatched: ...
+
+
+def call_experts(
+    experts: Experts,
+    x: Tensor,
+    routing: Routing,
+    topk_weights: Tensor,
+    shared: Callable[[Tensor], Tensor | None],
+) -> Dispatched:
+    """All experts on this device."""
+    out = experts(x, routing, topk_weights)
+    return Dispatched(out, shared(x), routing.tokens_per_expert, routing.num_dropped)
 
 
 class SharedExpert(nn.Module):
@@ -91,6 +126,7 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.dispatcher: Dispatcher = call_experts
         self.capacity_factor, self.drop = capacity_factor, drop
         self._capacity_ratio: Fraction | None = None
         if capacity_factor is not None:
@@ -144,13 +180,20 @@ class MoE(nn.Module):
             drop=self.drop,
             topk_weights=topk_weights,
         )
-        out = self.experts(tokens, routing, topk_weights)
-        if self.shared_expert is not None:
-            shared = self.shared_expert(tokens)
-            if self.shared_expert_gate is not None:
-                shared = self.shared_expert_gate(tokens).sigmoid() * shared
+        out, shared, tokens_per_expert, num_dropped = self.dispatcher(
+            self.experts, tokens, routing, topk_weights, self._shared
+        )
+        if shared is not None:
             out = out + shared
         statistics = MoEStatistics(
-            router_logits, topk_weights, indices, routing.tokens_per_expert, routing.num_dropped
+            router_logits, topk_weights, indices, tokens_per_expert, num_dropped
         )
         return out.view(x.shape), statistics
+
+    def _shared(self, tokens: Tensor) -> Tensor | None:
+        if self.shared_expert is None:
+            return None
+        shared: Tensor = self.shared_expert(tokens)
+        if self.shared_expert_gate is not None:
+            shared = self.shared_expert_gate(tokens).sigmoid() * shared
+        return shared

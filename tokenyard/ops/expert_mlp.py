@@ -62,6 +62,7 @@ from tokenyard.ops.unpermute import (
     Reduction,
     check_reduction,
     encode_reduction,
+    sum_dtype,
     unpermute_reference,
 )
 from tokenyard.registration import Operator
@@ -85,7 +86,7 @@ def expert_mlp_reference(
     lora_down: LoRA | None = None,
     reduction: Reduction = "slot",
 ) -> Tensor:
-    """The definition of `expert_mlp`, differentiated by autograd."""
+    """The definition of `expert_mlp`, differentiated by autograd (not so with the weights on "later")."""
 
     def project(rows: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None) -> Tensor:
         out = grouped_gemm_reference(rows, weight, routing, layout=weight_layout, bias=bias)
@@ -95,12 +96,11 @@ def expert_mlp_reference(
         return out.add(grouped_gemm_reference(low, lora.b, routing, layout="ENK"), alpha=lora.scale)
 
     rows = permute_reference(x, routing)
-    weights: Tensor | None = topk_weights
+    weights = topk_weights if weights_on == "output" else None
     if weights_on == "input":
         acc = accumulation_dtype(x.dtype)
         weight_of_row = gather_rows(topk_weights.flatten(), routing.slot_of_row).to(acc)
         rows = (rows.to(acc) * weight_of_row[:, None]).to(x.dtype)
-        weights = None
     z = project(rows, w_gate_up, b_gate_up, lora_gate_up)
     a = activation_reference(z, activation, gate_up_layout)
     y = project(a, w_down, b_down, lora_down)
@@ -201,7 +201,8 @@ def _fake(
     across_ranks: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), _kept(x, w_gate_up, slot_of_row, weight_layout, keep)
+    out = x.new_empty(x.shape, dtype=sum_dtype(x.dtype, within_rank, across_ranks))
+    return out, _kept(x, w_gate_up, slot_of_row, weight_layout, keep)
 
 
 def _backward(
@@ -318,7 +319,8 @@ def _gradient(ctx: Any, backward: Any, grad: Tensor | None, _: Any) -> tuple[Ten
     if grad is None:
         return *[None] * NUM_INPUTS, *others
     need = list(ctx.needs_input_grad[:NUM_INPUTS])
-    grads = backward(grad, *ctx.saved_tensors, *ctx.form, need)
+    x, *saved = ctx.saved_tensors
+    grads = backward(grad.to(x.dtype), x, *saved, *ctx.form, need)
     return *(value if needed else None for value, needed in zip(grads, need)), *others
 
 
@@ -358,7 +360,9 @@ def expert_mlp(
                    "EKN" [E,H,2I] and [E,I,H]
     b_gate_up      [E,2I] ([E,I]), b_down [E,H], or None
     activation     see `activation`; gate_up_layout "concatenated" or "interleaved"
-    weights_on     "output": the experts' outputs are weighted; "input": their inputs are (Llama 4)
+    weights_on     "output": the experts' outputs are weighted; "input": their inputs are (Llama 4);
+                   "later", for K = 1: out is not weighted, and its gradient is taken to be that of the
+                   weighted out, as it is where `tokenyard.parallel` weighs on another rank
     lora_gate_up   a `LoRA` of rank r added to w_gate_up: a [E,r,H], b [E,2I,r] ([E,I,r]); lora_down:
                    a [E,r,I], b [E,H,r]; no sum of matrices is made
     reduction      the order of the final sum, see `unpermute`
@@ -388,8 +392,10 @@ def expert_mlp(
     check.choice(name, "weight_layout", weight_layout, LAYOUTS)
     check.choice(name, "weights_on", weights_on, WEIGHTS_ON)
     check_reduction(name, reduction, routing, "x", x, weighted=True)
-    if weights_on == "input" and encode_reduction(reduction)[2] == "fma_bf16":
+    if weights_on != "output" and encode_reduction(reduction)[2] == "fma_bf16":
         check.fail(name, "weights_on", "'output', for within_rank 'fma_bf16'", repr(weights_on))
+    if weights_on == "later" and routing.top_k != 1:
+        check.fail(name, "weights_on", "'output' or 'input', for K > 1", repr(weights_on))
     num_experts, hidden_size = routing.num_experts, x.shape[1]
     check_weight(
         name, "w_gate_up", w_gate_up, "x", x, num_experts, weight_layout, hidden_size, "2I"

@@ -82,7 +82,7 @@ def forward_by_expert(
         a = activation_reference(z, form.activation, form.gate_up_layout)  # type: ignore[arg-type]
         y[valid] = _project(a, down, expert)
     num_experts = maps.tokens_per_expert.shape[0]
-    weights = None if on_input else inputs.topk_weights
+    weights = inputs.topk_weights if form.weights_on == "output" else None
     return combine_reference(
         y, weights, maps.row_of_slot, maps.topk_indices, num_experts, *reduction
     )

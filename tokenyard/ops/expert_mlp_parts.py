@@ -4,8 +4,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-WeightsOn = Literal["output", "input"]
-WEIGHTS_ON = ("output", "input")
+WeightsOn = Literal["output", "input", "later"]
+WEIGHTS_ON = ("output", "input", "later")
 
 
 class LoRA(NamedTuple):

@@ -48,7 +48,7 @@ def forward_in_stages(
     a, z = _up(stages, inputs, maps, form, keep)
     y = _project(stages, a, form.down(inputs), maps)
     num_experts = maps.tokens_per_expert.shape[0]
-    weights = None if form.weights_on == "input" else inputs.topk_weights
+    weights = inputs.topk_weights if form.weights_on == "output" else None
     sums = weights, maps.row_of_slot, maps.topk_indices, num_experts
     return stages.unpermute.combine(y, *sums, *reduction), z
 
@@ -103,7 +103,7 @@ def _up(
         a: Tensor = stages.activation.activation(z, *kinds)
         return a, z if keep else z.new_empty(0)
     slots: Tensor | None = maps.slot_of_row
-    gathers = form.weights_on == "output"
+    gathers = form.weights_on != "input"
     if not (gathers and stages.expert_mlp.gathers(x, maps.num_rows, inputs.w_gate_up)):
         x, slots = _rows_of(stages, inputs, maps, form), None
     weights = inputs.w_gate_up, inputs.b_gate_up, *maps.groups, form.weight_layout == "ENK"

@@ -29,7 +29,7 @@ from tokenyard.routing import Routing
 
 ORDERS = ("slot", "expert", "expert_descending")
 WITHIN_RANK = ("fp32", "fp64", "fma_bf16")
-ACROSS_RANKS = ("fp32", "fp64")
+ACROSS_RANKS = ("fp32", "fp64", "none")
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,16 @@ class RankTree:
     within_rank   "fp32" a chain in fp32; "fp64" a chain in fp64, the partial rounded to fp32;
                   "fma_bf16" slots in slot order, fp32 fused multiply-add from zero, the partial
                   rounded to bf16 (Megatron's BF16_RANK_PARTIALS; needs weights)
-    across_ranks  "fp32" a chain in fp32; "fp64" a chain in fp64, the sum rounded to fp32 first
+    across_ranks  "fp32" a chain in fp32; "fp64" a chain in fp64, the sum rounded to fp32 first;
+                  "none" with ep_size 1: the partial sum as it goes to the sum over ranks, in fp32
+                  (bf16 with "fma_bf16", fp64 for fp64 rows) whatever the dtype of the rows
 
     fp64 rows are accumulated in fp64 throughout, except for "fma_bf16", which refuses them.
     """
 
     ep_size: int
     within_rank: Literal["fp32", "fp64", "fma_bf16"] = "fp32"
-    across_ranks: Literal["fp32", "fp64"] = "fp32"
+    across_ranks: Literal["fp32", "fp64", "none"] = "fp32"
 
 
 Reduction = Literal["slot", "expert", "expert_descending"] | RankTree
@@ -79,6 +81,13 @@ def encode_reduction(reduction: Reduction) -> tuple[str, int, str, str]:
         order = "slot" if reduction.within_rank == "fma_bf16" else "expert"
         return order, reduction.ep_size, reduction.within_rank, reduction.across_ranks
     return reduction, 0, "fp32", "fp32"
+
+
+def sum_dtype(dtype: torch.dtype, within_rank: str, across_ranks: str) -> torch.dtype:
+    """The dtype of the sum of rows of `dtype`."""
+    if across_ranks != "none":
+        return dtype
+    return torch.bfloat16 if within_rank == "fma_bf16" else accumulation_dtype(dtype)
 
 
 def combine_reference(
@@ -126,7 +135,7 @@ def combine_reference(
         if within_rank == "fma_bf16":
             partial = partial.bfloat16()
         total += partial.to(acc)
-    return total.to(acc).to(rows.dtype)
+    return total.to(acc).to(sum_dtype(rows.dtype, within_rank, across_ranks))
 
 
 def _fma_fp32(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -185,7 +194,8 @@ def _fake(
     within_rank: str,
     across_ranks: str,
 ) -> Tensor:
-    return rows.new_empty(row_of_slot.shape[0], rows.shape[1])
+    dtype = sum_dtype(rows.dtype, within_rank, across_ranks)
+    return rows.new_empty(row_of_slot.shape[0], rows.shape[1], dtype=dtype)
 
 
 def _backward(
@@ -230,6 +240,7 @@ def _backward_fake(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, topk_weights, row_of_slot, slot_of_row, *_ = inputs
+    ctx.dtype = rows.dtype
     if topk_weights is None:
         rows = None
     ctx.save_for_backward(rows, topk_weights, row_of_slot, slot_of_row)
@@ -237,7 +248,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradient(ctx: Any, backward: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    d_rows, d_weights = backward(grad, *saved)
+    d_rows, d_weights = backward(grad.to(ctx.dtype), *saved)
     return d_rows, None if saved[1] is None else d_weights, *[None] * 8
 
 
@@ -271,6 +282,8 @@ def check_reduction(
         check.fail(operator, "reduction.ep_size", expected, reduction.ep_size)
     check.choice(operator, "reduction.within_rank", reduction.within_rank, WITHIN_RANK)
     check.choice(operator, "reduction.across_ranks", reduction.across_ranks, ACROSS_RANKS)
+    if reduction.across_ranks == "none" and reduction.ep_size != 1:
+        check.fail(operator, "reduction.ep_size", "1, for across_ranks 'none'", reduction.ep_size)
     if reduction.within_rank == "fma_bf16":
         if not weighted:
             check.fail(operator, "topk_weights", "weights, for within_rank 'fma_bf16'", None)
@@ -289,7 +302,8 @@ def unpermute(
 
     routing        as for the `permute` that made the rows
     topk_weights   [T,K] any floating-point dtype, or None for the plain sum
-    reduction      the order of the additions: "slot", "expert", "expert_descending" or a `RankTree`
+    reduction      the order of the additions: "slot", "expert", "expert_descending" or a `RankTree`,
+                   which may keep the precision of the sum
 
     Accumulates in fp32 (fp64 for fp64 rows) and rounds once. Padding rows are never read; a slot
     without a row adds nothing and its weight's gradient is exactly zero. Differentiable in rows and
