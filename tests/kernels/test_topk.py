@@ -281,6 +281,18 @@ def test_learned_scale_and_logit_bias() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
+def test_choice_by_the_logit() -> None:
+    """The ids of one launch are given to another; a cap and groups count for the choice."""
+    logits_TE, bias_E = torch.randn(9, 6), torch.randn(6)
+    options: dict[str, Any] = {"score": "sigmoid", "selection_bias": bias_E, "choose_by": "logit"}
+    options |= {"softcap": 0.7, "num_groups": 3, "topk_groups": 2, "normalize": "sum"}
+    (weights_TK, ids_TK), names = launched(lambda: tokenyard.topk(logits_TE, 2, **options))
+    assert names == ["_topk_kernel", "_topk_kernel"]
+    want_TK, want_ids_TK = tokenyard.topk(logits_TE, 2, **options)
+    assert torch.equal(ids_TK, want_ids_TK)
+    torch.testing.assert_close(weights_TK, want_TK)
+
+
 @pytest.mark.parametrize("score", ["softmax", "softmax_of_selected", "sigmoid", "sqrtsoftplus"])
 def test_large_logits(score: str) -> None:
     """No exponential overflows, and no capped logit either."""

@@ -2,7 +2,7 @@
 
 z      = softcap * tanh(router_logits / softcap)          where softcap is given; NaN counts as -inf
 s      = score(z)        softmax over all experts, or over the chosen ones; sigmoid; sqrt(softplus); z
-c      = s + selection_bias                               experts are chosen by c, weighed by s
+c      = s + selection_bias (or z + selection_bias)      experts are chosen by c, weighed by s
 chosen = the K greatest c, ties to the lowest id, after all but `topk_groups` groups are set to -inf
 u      = s[chosen] / norm                                 norm = sum or p-norm, eps added or a minimum
 w      = scale * expert_scale[chosen] * u
@@ -26,6 +26,7 @@ SCORES = ("softmax", "softmax_of_selected", "sigmoid", "sqrtsoftplus", "identity
 GROUP_SCORES = ("max", "sum_of_top2")
 NORMALIZATIONS = ("none", "sum", "norm")
 EPS_MODES = ("add", "clamp")
+CHOICES = ("score", "logit")
 
 Score = Literal["softmax", "softmax_of_selected", "sigmoid", "sqrtsoftplus", "identity"]
 
@@ -271,6 +272,7 @@ def _checked(
     num_groups: int,
     topk_groups: int,
     group_score: Literal["max", "sum_of_top2"],
+    choose_by: Literal["score", "logit"],
     topk_indices: Tensor | None,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
@@ -283,6 +285,7 @@ def _checked(
     check.choice("topk", "normalize", normalize, NORMALIZATIONS)
     check.choice("topk", "eps_mode", eps_mode, EPS_MODES)
     check.choice("topk", "group_score", group_score, GROUP_SCORES)
+    check.choice("topk", "choose_by", choose_by, CHOICES)
     for argument, number in (("eps", eps), ("norm_p", norm_p), ("scale", scale)):
         check.number("topk", argument, number)
     if softcap is not None:
@@ -329,16 +332,23 @@ def _checked(
     acc = accumulation_dtype(router_logits.dtype)
     if logit_bias is not None:
         router_logits = router_logits.to(acc) + logit_bias.to(acc)
+    softcap = 0.0 if softcap is None else float(softcap)
+    selection = (
+        None if selection_bias is None else selection_bias.detach(),
+        num_groups,
+        topk_groups,
+        group_score,
+    )
+    if choose_by == "logit" and topk_indices is None:
+        logits, plain = router_logits.detach(), ("none", 1.0, 0.0, "add", 1.0)
+        _, topk_indices = operator(logits, None, top_k, "identity", softcap, *selection, *plain)
     weights, indices = operator(
         router_logits,
         topk_indices,
         top_k,
         score,
-        0.0 if softcap is None else float(softcap),
-        None if selection_bias is None else selection_bias.detach(),
-        num_groups,
-        topk_groups,
-        group_score,
+        softcap,
+        *selection,
         normalize,
         float(norm_p),
         float(eps),
@@ -368,6 +378,7 @@ def topk(
     num_groups: int = 1,
     topk_groups: int = 1,
     group_score: Literal["max", "sum_of_top2"] = "max",
+    choose_by: Literal["score", "logit"] = "score",
     topk_indices: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -383,6 +394,7 @@ def topk(
     selection_bias  [E] added to the scores for the choice alone, never part of a weight
     num_groups      experts form this many equal groups, of which the `topk_groups` with the highest
     group_score     score stay: the "max" of the group, or the "sum_of_top2"
+    choose_by       what bias and groups are applied to: the "score", or the "logit" (in a kernel of its own)
     topk_indices    [T,K] choices given from outside (hash routing, replay); -1 or E means none and
                     has weight and gradient zero
     dtype           of the weights; default fp32, or fp64 for fp64 logits
@@ -409,6 +421,7 @@ def topk(
         num_groups=num_groups,
         topk_groups=topk_groups,
         group_score=group_score,
+        choose_by=choose_by,
         topk_indices=topk_indices,
         dtype=dtype,
     )
