@@ -20,7 +20,6 @@ MODULES = {
 OTHERS = {  # what `topk` does not express
     "gemma4": "its router reads another input, see docs/routers.md",
     "inkling": "shared experts take part in its softmax",
-    "kolibri1": "it chooses by logits and a bias, and weighs by their sigmoid",
     "phimoe": "sparsemixer",
     "zaya": "an MLP that also reads the router of the layer before",
 }

@@ -133,6 +133,11 @@ def _cohere2(config: Any) -> Options:
     return {"score": "sigmoid"} | _norm(config)
 
 
+def _kolibri(config: Any) -> Options:
+    chosen = {"score": "sigmoid", "selection_bias": True, "choose_by": "logit"}
+    return chosen | _norm(config)
+
+
 def _flint(config: Any) -> Options:
     return {"score": "sigmoid"} | _norm(config)
 
@@ -205,6 +210,7 @@ _ROUTERS: dict[str, Callable[[Any], Options]] = {
     "flint": _flint,
     "gpt_oss": _gpt_oss,
     "jamba": _plain,
+    "kolibri1": _kolibri,
     "laguna": _laguna,
     "lfm2_moe": _lfm2,
     "longcat_flash": _longcat,
