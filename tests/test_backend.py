@@ -115,7 +115,7 @@ def test_use_works_again() -> None:
 
 def test_explain_knows_every_operator_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    others = {"ArgumentError", "RankTree", "Routing", "conventions", "explain", "nn", "use"}
+    others = {"ArgumentError", "LoRA", "RankTree", "Routing", "conventions", "explain", "nn", "use"}
     definitions = {f"{name}_reference" for name in backend.KERNELS}
     operators = {*tokenyard.__all__} - others - definitions
     assert operators | {"conventions.from_routing_map"} == {*backend.KERNELS}

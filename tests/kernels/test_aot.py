@@ -47,8 +47,8 @@ def described(reports: list[Report], faulty: Callable[[Report], bool]) -> list[s
     ]
 
 
-# Half a minute each. The quick ones are the oldest, the commonest, the least shared memory, and AMD.
-OFTEN = {"sm_80", "sm_90", "sm_120", "gfx942"}
+# One to five minutes each. Often run the one with kernels of its own, the least shared memory, and AMD.
+OFTEN = {"sm_90", "sm_120", "gfx942"}
 ALL = [
     pytest.param(target, marks=[] if target in OFTEN else pytest.mark.slow) for target in TARGETS
 ]
