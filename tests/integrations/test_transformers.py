@@ -1,7 +1,10 @@
 """The experts of every model of transformers, against their own eager forward; and the ways to switch."""
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +243,26 @@ def test_a_gate_that_only_looks_like_one_is_called() -> None:
     assert switch.known_activation(gpt_oss) == "clamped_swiglu"
     gpt_oss.limit = 5.0
     assert switch.known_activation(gpt_oss) is None
+
+
+@pytest.mark.skipif(
+    find_spec("transformers.distributed.expert_parallel") is None,
+    reason="this version of transformers has no implementations of expert parallelism",
+)
+def test_expert_parallelism_of_transformers(tmp_path: Path) -> None:
+    """Two processes; see expert_parallel.py."""
+    worker = Path(__file__).with_name("expert_parallel.py")
+    command = [sys.executable, str(worker), str(tmp_path / "store")]
+    processes = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(said)
 
 
 def test_a_model_without_experts_is_refused() -> None:

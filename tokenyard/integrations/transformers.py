@@ -9,6 +9,7 @@
 others from 5.7 on.
 """
 
+from importlib.util import find_spec
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -42,8 +43,15 @@ _UNGATED: dict[object, Activation] = {
 
 
 def register() -> None:
-    """Add "tokenyard" to the experts implementations of transformers. Again does no harm."""
+    """Add "tokenyard" to the experts implementations of transformers. Again does no harm.
+
+    And to the implementations of expert parallelism, in versions that have any.
+    """
     ExpertsInterface.register(NAME, experts_forward)
+    if find_spec("transformers.distributed.expert_parallel") is not None:
+        from tokenyard.integrations import transformers_ep
+
+        transformers_ep.register(NAME)
 
 
 def use(model: nn.Module) -> nn.Module:
