@@ -29,6 +29,8 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 for _layer in ("parallel", "integrations", "compat"):
     ALLOWED[_layer] = ALLOWED["nn"] | {_layer}
+# transformers' expert parallelism is exchanged by ours
+ALLOWED["integrations"] |= {"parallel"}
 # cli reaches kernels to tune their tiles
 ALLOWED["cli"] = ALLOWED["nn"] | {"parallel", "integrations", "compat", "cli", "kernels"}
 
@@ -237,7 +239,7 @@ FORBIDDEN = [
     ("nn/new", "from tokenyard.parallel import exchange"),
     ("nn/new", "from tokenyard.kernels.tiles import TILES"),
     ("parallel/new", "from tokenyard.cli import main"),
-    ("integrations/new", "from tokenyard.parallel.exchange import dispatch"),
+    ("parallel/new", "from tokenyard.integrations import transformers"),
     ("compat/new", "import transformers"),
     ("cli/new", "import triton.language as tl"),
     ("compat/new", "from tokenyard.parallel import exchange"),
@@ -263,6 +265,7 @@ PERMITTED = [
     ("kernels/new", "from tokenyard.kernels.device.math import silu"),
     ("nn/new", "import tokenyard\nfrom tokenyard.ops.permute import permute\nfrom .moe import MoE"),
     ("integrations/new", "import transformers\nfrom tokenyard.nn.moe import MoE"),
+    ("integrations/new", "from tokenyard.parallel.exchange import dispatch"),
     ("cli/new", "import numpy\nfrom tokenyard.parallel import exchange"),
     ("cli/new", "import typer\nfrom rich.table import Table\nfrom tokenyard.cli.main import app"),
     ("nn/new", "x = 1\n" * (MAX_LINES - 1)),
