@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from world import World
 
 from tokenyard import ArgumentError, RankTree, parallel
-from tokenyard.parallel import AllToAll, Capacity, PeerError, fail_together
+from tokenyard.parallel import AllToAll, Capacity, PeerError, fail_together, failures
 
 
 def fresh(_: World) -> dist.ProcessGroup:
@@ -76,6 +76,25 @@ def a_failure_of_another_library_is_traced_back(world: World) -> None:
     with pytest.raises(PeerError, match="KeyError: 'points'"), fail_together(group, timeout=15):
         raise RuntimeError("connection closed")
     dist.barrier()
+
+
+def a_group_within_is_served_by_all_processes(world: World) -> None:
+    """A mesh has a group for each dimension, and ranks wait in any of them."""
+    group, started = fresh(world), time.monotonic()
+    outer = failures._watches.pop(world.group.group_name)
+    try:
+        if world.rank == 1:
+            with pytest.raises(ValueError), fail_together(timeout=15):
+                raise ValueError("no steam")
+        else:
+            with (
+                pytest.raises(PeerError, match="rank 1 raised ValueError: no steam"),
+                fail_together(timeout=15),
+            ):
+                send(world, group)
+    finally:
+        failures._watches[world.group.group_name] = outer
+    assert time.monotonic() - started < 5
 
 
 def ranks_that_disagree(world: World) -> None:

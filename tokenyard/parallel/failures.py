@@ -36,6 +36,7 @@ class fail_together(AbstractContextManager["fail_together"]):
     An error on one rank is written to the group's store before it is raised. The others find it where
     they wait for that rank in `dispatch` or `combine`; errors that another library's collective raises
     meanwhile, such as a closed connection, are traced back to it. All ranks enter at the same point.
+    Over all processes it also serves the groups within that have none of their own, as those of a mesh.
     On a GPU the wait is that for the counts of `AllToAll`: other exchanges are bounded by the
     timeout of the process group.
     """
@@ -94,9 +95,16 @@ class fail_together(AbstractContextManager["fail_together"]):
             raise PeerError(reason)
 
 
+def _watch(group: dist.ProcessGroup) -> "fail_together | None":
+    """That of this group, or of all processes."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    return _watches.get(group.group_name) or _watches.get(everyone.group_name)
+
+
 def wait(group: dist.ProcessGroup, work: dist.Work, device: torch.device) -> None:
     """Wait for a collective; on a GPU let the current stream wait."""
-    watch = _watches.get(group.group_name)
+    watch = _watch(group)
     if watch is None or device.type == "cuda":
         work.wait()
         return
@@ -113,7 +121,7 @@ def wait(group: dist.ProcessGroup, work: dist.Work, device: torch.device) -> Non
 
 def read(group: dist.ProcessGroup, values: Tensor) -> list[list[int]]:
     """The values [N,M] on the host."""
-    watch = _watches.get(group.group_name)
+    watch = _watch(group)
     if watch is None or not values.is_cuda:
         found: list[list[int]] = values.tolist()
         return found
