@@ -85,7 +85,7 @@ def test_the_selection_bias_moves_against_the_load() -> None:
     model = build_model(replace(SMALL, selection_bias=0.5))
     with torch.no_grad():
         _, statistics = model(torch.randint(256, (2, 16)))
-    update_selection_biases(model, statistics, 0.5)
+    update_selection_biases(model, [x.tokens_per_expert for x in statistics], 0.5)
     for block, of_layer in zip(model.blocks, statistics, strict=True):
         bias = block.moe.gate.e_score_correction_bias  # type: ignore[union-attr]
         loads = of_layer.tokens_per_expert

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tokenyard.cli.errors import CommandError, writing
 from tokenyard.cli.files import sync_folder, write_through
+from tokenyard.cli.shards import placed_like, whole
 
 FORMAT = 1
 KEPT = 2
@@ -130,9 +131,11 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put the checkpoint's tensors back; `optimizer` holds the model's parameters in one group."""
+    """Put the checkpoint's tensors back, of sharded parameters this process's shards."""
+    held = model.state_dict()
+    placed = {name: placed_like(value, held.get(name)) for name, value in checkpoint.model.items()}
     try:
-        model.load_state_dict(checkpoint.model)
+        model.load_state_dict(placed)
     except RuntimeError as error:
         raise CommandError(f"the checkpoint does not fit this model: {error}") from error
     expected = {
@@ -153,9 +156,15 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
     }
     if wrong:
         raise CommandError(f"the checkpoint's optimizer does not fit this model: {min(wrong)}")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_index = {
-        index: {entry: saved[f"{name}.{entry}"] for entry in ("exp_avg", "exp_avg_sq", "step")}
-        for index, (name, _) in enumerate(model.named_parameters())
+        index: {
+            "exp_avg": placed_like(saved[f"{names[parameter]}.exp_avg"], parameter),
+            "exp_avg_sq": placed_like(saved[f"{names[parameter]}.exp_avg_sq"], parameter),
+            "step": saved[f"{names[parameter]}.step"],
+        }
+        for index, parameter in enumerate(parameters)
         if saved
     }
     groups = optimizer.state_dict()["param_groups"]
@@ -163,4 +172,4 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def _detached(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", copy=True).contiguous()
+    return whole(value.detach()).to("cpu", copy=True).contiguous()

@@ -83,6 +83,14 @@ def train_command(
     device: Annotated[
         str, typer.Option(help="auto (a GPU where there is one), cpu, cuda, cuda:1, ...")
     ] = DEFAULT.device,
+    ep: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Processes that share the experts, of those that torchrun starts: "
+            "torchrun --nproc-per-node 2 --no-python tokenyard train --ep 2.",
+        ),
+    ] = DEFAULT.ep,
     checkpoint_every: Annotated[
         int, typer.Option(min=1, help="Steps between checkpoints.")
     ] = DEFAULT.checkpoint_every,
@@ -122,6 +130,7 @@ def train_command(
         selection_bias=selection_bias,
         seed=seed,
         device=device,
+        ep=ep,
         checkpoint_every=checkpoint_every,
     )
     with one_line_errors():

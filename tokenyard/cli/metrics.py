@@ -82,5 +82,21 @@ class MetricsLog:
             self._file.close()
 
 
+class UnwrittenLog(MetricsLog):
+    """The metrics of a rank that writes nothing."""
+
+    def __init__(self, records: list[StepMetrics]) -> None:
+        self.records = records
+
+    def append(self, record: StepMetrics) -> None:
+        self.records.append(record)
+
+    def sync(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
 def _line(record: StepMetrics) -> bytes:
     return json.dumps(asdict(record), separators=(",", ":")).encode() + b"\n"

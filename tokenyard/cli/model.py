@@ -99,12 +99,16 @@ def bits_per_byte(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def auxiliary_losses(statistics: Sequence[MoEStatistics]) -> tuple[Tensor, Tensor]:
-    """The layers' mean load-balance loss (1 when balanced) and mean z-loss."""
+    """The layers' mean load-balance loss (1 when balanced) and mean z-loss.
+
+    Of several ranks both average to those of the whole batch: experts are counted over all.
+    """
     balance = [
         tokenyard.load_balance_loss(
             of_layer.router_logits.softmax(-1),
             of_layer.topk_indices,
             num_experts=of_layer.router_logits.shape[-1],
+            scope="global",
         )
         for of_layer in statistics
     ]
@@ -113,13 +117,11 @@ def auxiliary_losses(statistics: Sequence[MoEStatistics]) -> tuple[Tensor, Tenso
 
 
 @torch.no_grad()
-def update_selection_biases(
-    model: ByteModel, statistics: Sequence[MoEStatistics], rate: float
-) -> None:
-    """Move each router's selection bias towards balance, by `rate`."""
-    for block, of_layer in zip(model.blocks, statistics, strict=True):
+def update_selection_biases(model: ByteModel, loads: Sequence[Tensor], rate: float) -> None:
+    """Move each router's selection bias by `rate` against the loads of its experts, [E] each."""
+    for block, of_layer in zip(model.blocks, loads, strict=True):
         assert isinstance(block, Block)
-        block.moe.gate.update_selection_bias(of_layer.tokens_per_expert, rate)
+        block.moe.gate.update_selection_bias(of_layer, rate)
 
 
 @torch.no_grad()

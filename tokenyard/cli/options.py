@@ -12,7 +12,7 @@ from tokenyard.cli.errors import CommandError
 HEAD_SIZE = 32
 """Width of an attention head; `hidden_size` is a multiple of it."""
 
-PER_INVOCATION = frozenset({"out", "device", "checkpoint_every"})
+PER_INVOCATION = frozenset({"out", "device", "ep", "checkpoint_every"})
 """Options that say how to run, not what: they are not kept with the run."""
 
 CHANGEABLE = frozenset({"steps", "text"})
@@ -37,6 +37,7 @@ class TrainOptions:
     selection_bias: float = 0.0
     seed: int = 0
     device: str = "auto"
+    ep: int = 1
     checkpoint_every: int = 100
 
     def to_json(self) -> dict[str, Any]:

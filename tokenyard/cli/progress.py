@@ -28,7 +28,7 @@ class TrainingProgress:
             TextColumn("{task.description}"),
             TimeRemainingColumn(compact=True),
             console=console,
-            disable=not console.is_terminal,
+            disable=console.quiet or not console.is_terminal,
         )
         self._task = self._bar.add_task("", total=steps, completed=done)
 

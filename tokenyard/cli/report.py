@@ -29,7 +29,7 @@ UNIFORM_BITS = 8.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A trained model and everything needed to report on it."""
+    """A trained model and everything needed to report on it; `first` on the rank that writes."""
 
     options: TrainOptions
     folder: RunFolder
@@ -37,10 +37,14 @@ class Setup:
     model: ByteModel
     validation: torch.Tensor
     records: list[StepMetrics]
+    first: bool = True
 
 
 def write_report(setup: Setup, console: Console) -> None:
-    """Print the table and the sample, and write report, sample and pictures."""
+    """Print the table and the sample, and write report, sample and pictures.
+
+    All ranks run the model, since its experts are spread over them, and the first one writes.
+    """
     options, folder = setup.options, setup.folder
     model_bits = evaluate(setup.model, setup.validation, options.batch_size)
     bigram_bits = bigram_bits_per_byte(setup.corpus.training, setup.validation.cpu())
@@ -53,12 +57,15 @@ def write_report(setup: Setup, console: Console) -> None:
         "expert_imbalance": imbalance,
         "options": options.to_json(),
     }
-    _write(folder.report, json.dumps(summary, indent=2).encode() + b"\n")
+    _write(setup, folder.report, json.dumps(summary, indent=2).encode() + b"\n")
     console.print(_table(summary))
     prompt, written = sample(setup)
-    _write(folder.sample, (as_text(prompt + written) + "\n").encode())
+    _write(setup, folder.sample, (as_text(prompt + written) + "\n").encode())
     _print_sample(console, prompt, written)
-    _write_pictures(setup, bigram_bits)
+    passage, experts = routed_passage(setup)
+    if not setup.first:
+        return
+    _write_pictures(setup, bigram_bits, passage, experts)
     names = ", ".join(sorted(path.name for path in folder.root.iterdir()))
     console.print(f"Written to {folder.root}: {names}", soft_wrap=True, markup=False)
 
@@ -100,23 +107,26 @@ def routed_passage(setup: Setup) -> tuple[bytes, list[list[int]]]:
     return passage, experts
 
 
-def _write_pictures(setup: Setup, bigram_bits: float) -> None:
+def _write_pictures(
+    setup: Setup, bigram_bits: float, passage: bytes, experts: list[list[int]]
+) -> None:
     from tokenyard.cli import pictures  # matplotlib takes half a second to import
 
     folder = setup.folder
     if setup.records:
-        _write(folder.loss_picture, pictures.loss_picture(setup.records, bigram_bits))
-        _write(folder.load_picture, pictures.load_picture(setup.records))
-    passage, experts = routed_passage(setup)
+        _write(setup, folder.loss_picture, pictures.loss_picture(setup.records, bigram_bits))
+        _write(setup, folder.load_picture, pictures.load_picture(setup.records))
     _write(
+        setup,
         folder.routing_picture,
         pictures.routing_picture(passage, experts, setup.options.experts),
     )
 
 
-def _write(path: Path, data: bytes) -> None:
-    with writing(path, "the trained model is in the last checkpoint"):
-        replace_file(path, data)
+def _write(setup: Setup, path: Path, data: bytes) -> None:
+    if setup.first:
+        with writing(path, "the trained model is in the last checkpoint"):
+            replace_file(path, data)
 
 
 def _table(summary: dict[str, Any]) -> Table:
