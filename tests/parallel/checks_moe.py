@@ -1,6 +1,8 @@
 """nn.MoE with its experts on several ranks against the layer on one process; FSDP2; checkpoints."""
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,6 +215,28 @@ def experts_and_data_sharded_on_a_mesh_of_two_by_two(world: World) -> None:
         dcp.load(blank, checkpoint_id=folder, no_dist=True)
         assert all(torch.equal(blank[name], state[name]) for name in state)
     dist.barrier()
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Model(), Model()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def the_lines_of_the_readme(world: World) -> None:
+    text = Path(__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    torch.manual_seed(13)
+    single = Layers()
+    model, x = copy.deepcopy(single), inputs(world)[world.rank]
+    exec(lines, {"model": model, "device": "cpu"})
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    torch.testing.assert_close(model(x), single(x), rtol=1e-5, atol=1e-5)
 
 
 def a_checkpoint_of_four_ranks_is_read_by_two_and_by_one(world: World) -> None:
