@@ -63,3 +63,9 @@ def test_table_of_experts_is_as_its_script_writes_it() -> None:
     document = runpy.run_path(str(ROOT / "docs/huggingface_table.py"))["document"]
     text = read("docs/huggingface.md")
     assert document(text) == text
+
+
+def test_tables_of_scaling_are_as_their_script_writes_them() -> None:
+    document = runpy.run_path(str(ROOT / "docs/scaling.py"))["document"]
+    text = read("docs/scaling.md")
+    assert document(text) == text
