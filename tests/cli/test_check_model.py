@@ -51,11 +51,34 @@ def test_a_difference_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1 and "is allowed for torch.float32" in result.output
 
 
+def test_the_text_part_of_a_vision_language_model() -> None:
+    result = run("qwen3_5_moe", "--tokens", "9")
+    assert result.exit_code == 0, result.output
+    assert "Qwen3_5MoeForCausalLM, at tiny sizes" in result.output
+
+
 @pytest.mark.parametrize(
     "name, message",
-    [("nonsense", "cannot make a model of nonsense"), ("bert", "has no experts")],
+    [
+        ("nonsense", "cannot make a model of nonsense: there is no such file or folder"),
+        ("./no/such/folder", "there is no such file or folder"),
+        ("bert", "has no experts"),
+        ("qwen3_vl_moe", "has no causal language model for qwen3_vl_moe_text"),
+        ("qwen3_moe --full", "--full takes a folder with weights"),
+    ],
 )
 def test_refusals(name: str, message: str) -> None:
-    result = run(name)
+    result = run(*name.split())
     assert result.exit_code == 1 and message in result.output and len(result.output) < 400
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    "text", ['{"model_type": ', "[1]", '{"model_type": "qwen3_moe", "hidden_act": "zilu"}']
+)
+def test_a_config_that_cannot_be_used(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    for options in ([], ["--full"]):
+        result = run(str(tmp_path), *options)
+        assert result.exit_code == 1 and "cannot make a model of" in result.output
+        assert isinstance(result.exception, SystemExit)

@@ -1,9 +1,11 @@
 """The experts of every model of transformers, against their own eager forward; and the ways to switch."""
 
+import copy
 import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -263,6 +265,106 @@ def test_expert_parallelism_of_transformers(tmp_path: Path) -> None:
         for process in processes:
             process.kill()
     assert all(process.returncode == 0 for process in processes), "\n".join(said)
+
+
+@pytest.mark.parametrize(
+    "name", sorted({"MixtralExperts", "GptOssExperts", "DeepseekV4Experts"} & CLASSES.keys())
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_keeps_the_dtype_of_the_tokens(name: str, dtype: torch.dtype) -> None:
+    experts: Any = tiny.experts_of(CLASSES[name], name)
+    hidden = experts.down_proj.shape[2 if experts.is_transposed else 1]
+    inputs = torch.randn(9, hidden), *choices(9, 4)
+    with torch.autocast("cpu", dtype):
+        got, want = switch.experts_forward(experts, *inputs), eager(experts, *inputs)
+    assert got.dtype == want.dtype == torch.float32
+    torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2 * float(want.detach().abs().max()))
+
+
+def test_checkpointing_again_copies_files_and_back_to_eager(tmp_path: Path) -> None:
+    """Reentrant checkpointing of frozen experts, a deep copy, a saved model, and eager again."""
+    model, ids = qwen3(), torch.randint(64, (2, 9))
+    model.set_experts_implementation("eager")
+    want = model(ids).logits
+    switch.use(model)
+    ours = model(ids).logits
+    assert torch.equal(copy.deepcopy(model)(ids).logits, ours)
+    with torch.inference_mode():
+        close(model(ids).logits, ours)
+    model.save_pretrained(tmp_path)
+    assert "tokenyard" not in (tmp_path / "config.json").read_text()
+    loaded = switch.use(AutoModelForCausalLM.from_pretrained(tmp_path))
+    close(loaded(ids).logits, ours)
+    model.set_experts_implementation("eager")
+    assert torch.equal(model(ids).logits, want)
+
+    switch.use(model).train()
+    frozen = {name for name, _ in model.named_parameters() if "experts" in name}
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    gradients = []
+    for reentrant in (None, True):
+        if reentrant:
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append(
+            {name: p.grad for name, p in model.named_parameters() if name not in frozen}
+        )
+        assert all(model.get_parameter(name).grad is None for name in frozen)
+    assert all(torch.equal(first, gradients[1][name]) for name, first in gradients[0].items())
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"cache_implementation": "static"}, {}], ids=str
+)
+def test_generate_with_left_padding(options: dict[str, Any]) -> None:
+    model, ids = qwen3(), torch.randint(3, 64, (3, 7))
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[1, :1] = 0, 0
+    call = partial(
+        model.generate, ids * mask, attention_mask=mask, max_new_tokens=6, do_sample=False,
+        pad_token_id=0, eos_token_id=1, **options,
+    )  # fmt: skip
+    model.set_experts_implementation("eager")
+    want = call()
+    switch.use(model)
+    assert torch.equal(call(), want)
+
+
+def test_low_rank_additions_of_peft() -> None:
+    """By `target_parameters`: gradients, then merged, unmerged and unloaded."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=targets)
+    base, ids = qwen3(), torch.randint(64, (2, 9))
+    model = peft.get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            nn.init.normal_(parameter, std=0.2)
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        trained = [p.grad for p in model.parameters() if p.requires_grad]
+        logits = [out.logits]
+        model.merge_adapter()
+        logits.append(model(input_ids=ids).logits)
+        model.unmerge_adapter()
+        logits.append(model(input_ids=ids).logits)
+        with model.disable_adapter():
+            logits.append(model(input_ids=ids).logits)
+        return logits + trained
+
+    base.set_experts_implementation("eager")
+    want = run()
+    switch.use(base)
+    got = run()
+    assert len(got) == 4 + 2 * 2 * 2 and not torch.equal(got[0], got[3])
+    for ours, theirs in zip(got, want):
+        close(ours, theirs)
+    close(model.merge_and_unload()(ids).logits, want[0])
 
 
 def test_a_model_without_experts_is_refused() -> None:

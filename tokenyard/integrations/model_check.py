@@ -1,5 +1,6 @@
 """Compare the experts of a transformers model, layer by layer, run eagerly and by Tokenyard."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,10 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
 
 from tokenyard.integrations import transformers as switch
 from tokenyard.integrations.tiny_models import tiny_config
+
+HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -44,16 +53,23 @@ class Report:
 
 def config_of(name: str) -> PreTrainedConfig:
     """Of a folder, a config.json, a model type such as "qwen3_moe", or a name on the Hub."""
-    if not Path(name).exists() and "/" not in name:
-        return AutoConfig.for_model(name)
-    return AutoConfig.from_pretrained(name)
+    if Path(name).exists() or HUB_NAME.fullmatch(name):
+        return AutoConfig.from_pretrained(name)
+    if name not in CONFIG_MAPPING:
+        raise ValueError("there is no such file or folder, nor a model type of that name")
+    return AutoConfig.for_model(name)
 
 
 def model_of(name: str, full: bool) -> Any:
-    """The model itself with `full`, else a tiny one of its config with random weights."""
+    """The model itself with `full`, else a tiny one of its config's text part with random weights."""
+    if full and not (Path(name).is_dir() or HUB_NAME.fullmatch(name)):
+        raise ValueError("--full takes a folder with weights, or a name on the Hub")
+    config = config_of(name) if full else config_of(name).get_text_config()
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"transformers has no causal language model for {config.model_type}")
     if full:
         return AutoModelForCausalLM.from_pretrained(name).eval()
-    model = AutoModelForCausalLM.from_config(tiny_config(config_of(name)))
+    model = AutoModelForCausalLM.from_config(tiny_config(config))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     return model.eval()
@@ -83,7 +99,8 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
 def check_model(model: Any, num_tokens: int, repeats: int = 5) -> Report:
     """Run random tokens through the model eagerly, and what reached its experts through both."""
     switch.register()
-    ids = torch.randint(model.config.vocab_size, (1, num_tokens), device=model.device)
+    vocab_size = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocab_size, (1, num_tokens), device=model.device)
     seen: dict[str, tuple[Any, ...]] = {}
 
     def remember(name: str) -> Callable[..., None]:

@@ -81,8 +81,8 @@ def experts_forward(
     """What transformers calls as the forward of its experts.
 
     hidden_states [T,H], top_k_index [T,K] int64 (num_experts: none, as with expert parallelism),
-    top_k_weights [T,K] -> [T,H]. One fused operator where the gate is known, else a grouped GEMM on each side
-    of the module's own gate. Each parameter is read once.
+    top_k_weights [T,K] -> [T,H] in the dtype of hidden_states, under autocast too. One fused operator where
+    the gate is known, else a grouped GEMM on each side of the module's own gate. Each parameter is read once.
     """
     experts: Any = self
     is_gated = getattr(experts, "has_gate", True)
@@ -93,7 +93,7 @@ def experts_forward(
     routing = tokenyard.route(top_k_index, w_gate_up.shape[0])
     kind = known_activation(experts)
     if kind is not None:
-        return tokenyard.expert_mlp(
+        out = tokenyard.expert_mlp(
             hidden_states,
             routing,
             top_k_weights,
@@ -105,13 +105,14 @@ def experts_forward(
             gate_up_layout="interleaved" if kind == "clamped_swiglu" else "concatenated",
             weight_layout=layout,  # type: ignore[arg-type]
         )
+        return out.to(hidden_states.dtype)
     rows = tokenyard.permute(hidden_states, routing)
     z = tokenyard.grouped_gemm(rows, w_gate_up, routing, layout=layout, bias=b_gate_up)  # type: ignore[arg-type]
     a = experts._apply_gate(z) if is_gated else experts.act_fn(z)
     y = tokenyard.grouped_gemm(a, w_down, routing, layout=layout, bias=b_down)  # type: ignore[arg-type]
     if getattr(experts, "has_post_expert_norm", False):
         y = experts.post_expert_norm(y)
-    return tokenyard.unpermute(y, routing, top_k_weights)
+    return tokenyard.unpermute(y, routing, top_k_weights).to(hidden_states.dtype)
 
 
 def _bias(experts: Any) -> Tensor | None:
