@@ -140,7 +140,7 @@ def test_a_run_that_is_there_is_kept(together: Launch, out: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "options", "reason"),
     [
-        (1, {"ep": 2}, "torchrun --nproc-per-node 2 --no-python tokenyard train --ep 2"),
+        (1, {"ep": 2}, "torchrun --nproc-per-node 2 -m tokenyard.cli train --ep 2"),
         (3, {"ep": 2}, "--ep 2 needs a multiple of 2 processes, and there are 3"),
         (4, {"ep": 4, "experts": 5}, "--experts 5 are too few: some of --ep 4 would get none"),
         (3, {"ep": 3}, "--batch-size must be a multiple of the 3 processes, got 8"),

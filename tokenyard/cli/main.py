@@ -88,7 +88,7 @@ def train_command(
         typer.Option(
             min=1,
             help="Processes that share the experts, of those that torchrun starts: "
-            "torchrun --nproc-per-node 2 --no-python tokenyard train --ep 2.",
+            "torchrun --nproc-per-node 2 -m tokenyard.cli train --ep 2.",
         ),
     ] = DEFAULT.ep,
     checkpoint_every: Annotated[

@@ -70,7 +70,7 @@ def check_size(options: TrainOptions, size: int) -> None:
     if size == 1 and ep > 1:
         raise CommandError(
             f"--ep {ep} needs {ep} processes, or a multiple: torchrun --nproc-per-node {ep} "
-            f"--no-python tokenyard train --ep {ep}, and the other options"
+            f"-m tokenyard.cli train --ep {ep}, and the other options"
         )
     if size % ep:
         raise CommandError(f"--ep {ep} needs a multiple of {ep} processes, and there are {size}")
