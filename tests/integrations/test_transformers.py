@@ -281,6 +281,18 @@ def test_autocast_keeps_the_dtype_of_the_tokens(name: str, dtype: torch.dtype) -
     torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2 * float(want.detach().abs().max()))
 
 
+@pytest.mark.parametrize("name", sorted({"MixtralExperts", "DeepseekV4Experts"} & CLASSES.keys()))
+def test_tokens_in_fp32_beside_weights_in_bf16(name: str) -> None:
+    """As `grouped_mm` takes them, where a model's norms stay in fp32."""
+    experts: Any = tiny.experts_of(CLASSES[name], name)
+    x_TH, choice = torch.randn(9, experts.down_proj.shape[1]), choices(9, 4)
+    with torch.no_grad():
+        want = eager(experts, x_TH, *choice)
+        got = switch.experts_forward(experts.to(torch.bfloat16), x_TH, *choice)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2 * float(want.abs().max()))
+
+
 def test_checkpointing_again_copies_files_and_back_to_eager(tmp_path: Path) -> None:
     """Reentrant checkpointing of frozen experts, a deep copy, a saved model, and eager again."""
     model, ids = qwen3(), torch.randint(64, (2, 9))

@@ -81,8 +81,9 @@ def experts_forward(
     """What transformers calls as the forward of its experts.
 
     hidden_states [T,H], top_k_index [T,K] int64 (num_experts: none, as with expert parallelism),
-    top_k_weights [T,K] -> [T,H] in the dtype of hidden_states, under autocast too. One fused operator where
-    the gate is known, else a grouped GEMM on each side of the module's own gate. Each parameter is read once.
+    top_k_weights [T,K] -> [T,H] in the dtype of hidden_states; computed in that of the weights, or of autocast.
+    One fused operator where the gate is known, else a grouped GEMM on each side of the module's own gate.
+    Each parameter is read once.
     """
     experts: Any = self
     is_gated = getattr(experts, "has_gate", True)
@@ -91,10 +92,13 @@ def experts_forward(
     b_gate_up, b_down = getattr(experts, f"{first}_bias", None), _bias(experts)
     layout = "EKN" if getattr(experts, "is_transposed", False) else "ENK"
     routing = tokenyard.route(top_k_index, w_gate_up.shape[0])
+    x = hidden_states  # in fp32 beside 16-bit weights, as after a norm in fp32
+    if w_gate_up.dtype in check.FLOAT_DTYPES:
+        x = x.to(w_gate_up.dtype)
     kind = known_activation(experts)
     if kind is not None:
         out = tokenyard.expert_mlp(
-            hidden_states,
+            x,
             routing,
             top_k_weights,
             w_gate_up,
@@ -106,7 +110,7 @@ def experts_forward(
             weight_layout=layout,  # type: ignore[arg-type]
         )
         return out.to(hidden_states.dtype)
-    rows = tokenyard.permute(hidden_states, routing)
+    rows = tokenyard.permute(x, routing)
     z = tokenyard.grouped_gemm(rows, w_gate_up, routing, layout=layout, bias=b_gate_up)  # type: ignore[arg-type]
     a = experts._apply_gate(z) if is_gated else experts.act_fn(z)
     y = tokenyard.grouped_gemm(a, w_down, routing, layout=layout, bias=b_down)  # type: ignore[arg-type]
