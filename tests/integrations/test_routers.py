@@ -19,7 +19,7 @@ MODULES = {
 }
 OTHERS = {  # what `topk` does not express
     "gemma4": "its router reads another input, see docs/routers.md",
-    "inkling": "shared experts take part in its softmax",
+    "inkling": "its shared experts are weighed together with the chosen ones",
     "phimoe": "sparsemixer",
     "zaya": "an MLP that also reads the router of the layer before",
 }
