@@ -29,7 +29,10 @@ ROOM = 1.25
 
 
 def choices(ranks: Ranks, shape: Shape, kind: str = "uniform", number: int = 2) -> Tensor:
-    """[T,K] of this rank. "zipf": expert e has 1 / (e + 1) the weight of the first in every draw."""
+    """[T,K] of this rank. "zipf": expert e has 1 / (e + 1) the weight of the first in every draw.
+
+    "first experts": 0 to K - 1 for every token, all on one rank unless a rank has fewer than K.
+    """
     if kind == "first experts":
         return torch.arange(shape.K, device=ranks.device).repeat(shape.T, 1)
     ranks.seed(number, ranks.rank)

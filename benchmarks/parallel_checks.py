@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -87,7 +88,8 @@ def together(moe: MoE, inputs: Inputs, rank: int) -> dict[str, Tensor]:
     x = inputs.xs[rank]
     out = moe(x, inputs.ids[rank])[0]
     leaves = [x, *parameters_of(moe)]
-    d_x, d_gate, d_gate_up, d_down = torch.autograd.grad(out, leaves, inputs.d_outs[rank])
+    gradients: list[Any] = list(torch.autograd.grad(out, leaves, inputs.d_outs[rank]))
+    d_x, d_gate, d_gate_up, d_down = gradients
     dist.all_reduce(d_gate)
     local = {"d_gate_up": d_gate_up.to_local(), "d_down": d_down.to_local()}
     return {"out": out.detach(), "d_x": d_x, "d_gate": d_gate} | local
@@ -108,6 +110,7 @@ def variants(ranks: Ranks, shape: Shape) -> list[tuple[Transport, Reduction]]:
 def check_layer(ranks: Ranks, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     """The layer over all ranks against one process; stops where they differ."""
     experts = min(shape.E, max(EXPERTS, ranks.size))
+    experts -= experts % ranks.size  # as a RankTree of all ranks needs
     shape = replace(shape, T=min(shape.T, TOKENS), E=experts)
     whole, inputs = made(ranks, shape, dtype), inputs_of(ranks, shape, dtype)
     mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("ep",))
@@ -216,17 +219,17 @@ def _reread(ranks: Ranks, model: Model, half: int) -> list[str]:
     folder = tempfile.TemporaryDirectory() if ranks.rank == 0 else None
     names = [folder.name if folder else ""]
     dist.broadcast_object_list(names)
-    dcp.save(model.state_dict(), checkpoint_id=names[0])
+    save(model.state_dict(), checkpoint_id=names[0])
     group = dist.new_group(list(range(half)))
     reads: dict[str, dict[str, Any]] = {}
     if ranks.rank < half:
         mesh = DeviceMesh.from_group(group, ranks.device.type, mesh_dim_names=("ep",))
         blank = parallelize_module(Model(ranks), mesh, {"moe": ExpertParallel()})
         read = reads["half of the ranks"] = _zeros(blank)
-        dcp.load(read, checkpoint_id=names[0], process_group=group)
+        load(read, checkpoint_id=names[0], process_group=group)
     if ranks.rank == 0:
         read = reads["one process"] = _zeros(Model(ranks))
-        dcp.load(read, checkpoint_id=names[0], no_dist=True)
+        load(read, checkpoint_id=names[0], no_dist=True)
     problems = [
         f"{name} of a checkpoint is other than saved, read by {reader}"
         for reader, read in reads.items()
