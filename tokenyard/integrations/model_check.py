@@ -137,6 +137,7 @@ def _layer(
                 results[way] = _step(experts, x, inputs[1:])
                 times[way] = _milliseconds(experts, inputs, repeats)
             except (RuntimeError, ValueError, NotImplementedError):
+                # grouped_mm, here for its speed, does not take every size and dtype
                 if way != "grouped_mm":
                     raise
                 times[way] = None
