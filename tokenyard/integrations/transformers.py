@@ -81,9 +81,9 @@ def experts_forward(
     """What transformers calls as the forward of its experts.
 
     hidden_states [T,H], top_k_index [T,K] int64 (num_experts: none, as with expert parallelism),
-    top_k_weights [T,K] -> [T,H] in the dtype of hidden_states; computed in that of the weights, or of autocast.
-    One fused operator where the gate is known, else a grouped GEMM on each side of the module's own gate.
-    Each parameter is read once.
+    top_k_weights [T,K] -> [T,H] in the dtype of hidden_states; computed in that of the weights, or of
+    autocast. One fused operator where the gate is known, else a grouped GEMM on each side of the module's
+    own gate. Each parameter is read once.
     """
     experts: Any = self
     is_gated = getattr(experts, "has_gate", True)
