@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from integrations import tiny
-from transformers.distributed.expert_parallel import EPImplementationInterface
 
 from tokenyard.integrations import transformers as switch
 
@@ -23,6 +22,8 @@ MODULE = "transformers.models.mixtral.modeling_mixtral"
 
 
 def main(store: str, rank: int) -> None:
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

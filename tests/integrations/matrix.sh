@@ -10,7 +10,7 @@ for version in "$@"; do
     folder=.venv-hf/$version
     if [ ! -e "$folder/.installed" ]; then
         $python -m venv --clear "$folder"
-        echo "$base" > "$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+        printf '%s\n' "$base" "$PWD" > "$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
         wanted=transformers
         [ "$version" = newest ] || wanted+="==$version"
         "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade "$wanted"

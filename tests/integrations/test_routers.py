@@ -1,11 +1,12 @@
 """nn.Router.from_config against what the routers of transformers hand to their experts."""
 
-import importlib
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from integrations import tiny
+from packaging.version import Version
 from torch import Tensor, nn
 
 import tokenyard
@@ -17,12 +18,17 @@ MODULES = {
     for module in sorted({module for module, _ in tiny.decorated()})
     if tiny.has_language_model(module)
 }
+version = Version(transformers.__version__)
 OTHERS = {  # what `topk` does not express
     "gemma4": "its router reads another input, see docs/routers.md",
     "inkling": "its shared experts are weighed together with the chosen ones",
     "phimoe": "sparsemixer",
     "zaya": "an MLP that also reads the router of the layer before",
 }
+if version < Version("5.8"):
+    OTHERS["hunyuan_v1_moe"] = "it gives weights [T,E], of which its experts read the first columns"
+NEWER = {"ergo", "kolibri1_1", "minicpm5_moe"} if version < Version("5.25") else set()
+"""Types that this version does not have."""
 
 
 def parameters_of(block: nn.Module, num_experts: int) -> dict[str, Tensor]:
@@ -59,6 +65,8 @@ def test_every_language_model(family: str) -> None:
     for block, (x_TH, ids_TK, weights_TK, *_) in seen:
         if getattr(block, "is_hash", False) or hasattr(getattr(block, "gate", None), "tid2eid"):
             continue
+        if getattr(block, "zero_expert_num", 0):  # whose experts get other ids for identities
+            *_, weights_TK, ids_TK = block.router(x_TH)
         router = Router.from_config(model.config.get_text_config())
         state = parameters_of(block, router.num_experts)
         with torch.no_grad():
@@ -78,7 +86,9 @@ def test_every_language_model(family: str) -> None:
 
 
 def config(kind: str, **values: Any) -> Any:
-    transformers = importlib.import_module("transformers")
+    """None where this version has no such type."""
+    if kind not in transformers.CONFIG_MAPPING:
+        return None
     return transformers.AutoConfig.for_model(kind, **values)
 
 
@@ -100,14 +110,16 @@ def config(kind: str, **values: Any) -> Any:
 def test_models_without_such_experts(given: Any, want: dict[str, Any]) -> None:
     from tokenyard.nn.router_configs import router_options
 
+    if given is None:
+        pytest.skip("this version of transformers has no such model")
     options = router_options(given)
     assert {name: options[name] for name in want} == want
     Router.from_config(given, hidden_size=8, device="meta")
 
 
+@pytest.mark.skipif(version < Version("5.24"), reason="an older version lacks many")
 def test_every_known_type_is_one_of_transformers() -> None:
-    transformers = importlib.import_module("transformers")
-    assert _ROUTERS.keys() <= set(transformers.CONFIG_MAPPING.keys())
+    assert _ROUTERS.keys() - NEWER <= set(transformers.CONFIG_MAPPING.keys())
 
 
 def test_an_unknown_type_is_refused() -> None:

@@ -31,16 +31,20 @@ UNKNOWN = {  # classes with a gate of their own, or a norm after each expert
     *("BeamExperts", "DeepseekV4Experts", "Glm5NextTextExperts", "HYV4Experts", "HYV4VLExperts"),
     *("Inkling2Experts", "Inkling2LoopExperts", "MiniMaxM3VLExperts", "MuseSparkExperts"),
     "OpenAIPrivacyFilterExperts",
+    *(("BailingHybridExperts", "Step3p7Experts") if version >= Version("5.25") else ()),
 }
+ONE_ROUTE = {"ErgoExpertProjections"}
+"""Take a row for each choice, unweighted, from a class around them that whole models test."""
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The classes of the experts that ran by Tokenyard."""
+    """The classes of the experts that ran by Tokenyard: those that transformers decorates."""
     names: list[str] = []
 
     def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        names.append(type(self).__name__)
+        bases = [base.__name__ for base in type(self).__mro__]
+        names.append(next((name for name in bases if name in CLASSES), bases[0]))
         return original(self, *args, **kwargs)
 
     original = switch.experts_forward
@@ -73,7 +77,7 @@ def eager(experts: Any, *args: Tensor) -> Tensor:
     return type(experts).forward.__wrapped__(experts, *args)  # what the decorator found
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", sorted(CLASSES.keys() - ONE_ROUTE))
 def test_every_experts_class(name: str) -> None:
     experts: Any = tiny.experts_of(CLASSES[name], name)
     hidden = experts.down_proj.shape[2 if experts.is_transposed else 1]

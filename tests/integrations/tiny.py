@@ -82,7 +82,8 @@ def experts_of(module_name: str, name: str) -> nn.Module:
     failures = []
     for config in configs(module, experts):
         parameters = list(inspect.signature(experts.__init__).parameters)[2:]
-        sizes = {"intermediate_size": 8} if "intermediate_size" in parameters else {}
+        values = {"intermediate_size": 8, "layer_idx": 0}
+        sizes = {name: value for name, value in values.items() if name in parameters}
         try:
             made = experts(config, **sizes)
         except Exception as failure:

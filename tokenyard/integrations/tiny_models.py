@@ -34,6 +34,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"]},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "jamba": {"use_mamba_kernels": False},
+    "kolibri1_1": {"head_dim": 16, "index_num_heads": 1, "mlp_only_layers": []},
     "lfm2_moe": {"layer_types": ["full_attention"] * NUM_LAYERS},
     "mimo_v2_flash": {"head_dim": 24, "layer_types": ["full_attention"] * NUM_LAYERS},
     "mistral4": {"head_dim": 16},

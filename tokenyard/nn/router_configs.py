@@ -47,7 +47,13 @@ def _norm(config: Any, default: bool = True) -> Options:
 
 
 def _scale(config: Any) -> Options:
-    names = ("routed_scaling_factor", "router_scaling_factor", "route_scale", "moe_router_scale")
+    names = (
+        "routed_scaling_factor",
+        "router_scaling_factor",
+        "route_scale",
+        "moe_router_scale",
+        "moe_routed_scaling_factor",
+    )
     return {"scale": float(_first(config, *names) or 1.0)}
 
 
@@ -193,11 +199,12 @@ _ROUTERS: dict[str, Callable[[Any], Options]] = {
         (
             *("axk1", "axk2", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "dots1"),
             *("exaone_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm5_next_text"),
-            *("glm_moe_dsa", "hy_v4", "kimi_linear", "mimo_v2_flash", "nemotron_h", "solar_open"),
+            *("glm_moe_dsa", "hy_v4", "kimi_linear", "mimo_v2_flash", "minicpm5_moe", "nemotron_h"),
+            "solar_open",
         ),
         _biased_sigmoid,
     ),
-    **dict.fromkeys(("afmoe", "dots3_note_text", "hy_v3"), _always_biased_sigmoid),
+    **dict.fromkeys(("afmoe", "dots3_note_text", "ergo", "hy_v3"), _always_biased_sigmoid),
     **dict.fromkeys(("deepseek_ocr2_text", "deepseek_v2", "unlimited_ocr_text"), _deepseek_v2),
     **dict.fromkeys(("deepseek_v4", "inkling2_text", "inkling2_loop_text"), _deepseek_v4),
     **dict.fromkeys(("ernie4_5_moe", "ernie4_5_vl_moe_text"), _ernie),
@@ -211,6 +218,7 @@ _ROUTERS: dict[str, Callable[[Any], Options]] = {
     "gpt_oss": _gpt_oss,
     "jamba": _plain,
     "kolibri1": _kolibri,
+    "kolibri1_1": _kolibri,
     "laguna": _laguna,
     "lfm2_moe": _lfm2,
     "longcat_flash": _longcat,
