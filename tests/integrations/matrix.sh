@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests of the transformers integration against each version given ("newest": what pip takes), each in
-# an environment of its own that borrows the other packages of .venv: matrix.sh PYTHON VERSION ...
+# an environment of its own, with PEFT, that borrows the other packages of .venv: matrix.sh PYTHON VERSION ...
 set -euo pipefail
 python=$1
 shift
@@ -13,7 +13,7 @@ for version in "$@"; do
         printf '%s\n' "$base" "$PWD" > "$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
         wanted=transformers
         [ "$version" = newest ] || wanted+="==$version"
-        "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade "$wanted"
+        "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade "$wanted" peft
         touch "$folder/.installed"
     fi
     "$folder/bin/python" -c 'import transformers; print("transformers", transformers.__version__)'
