@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedConfig
 
 from tokenyard.integrations import tiny_models
 
+VERSION = Version(transformers.__version__)
+MISREAD = {"hunyuan_v1_moe", "phimoe"} if Version("5.8") > VERSION else set()
+"""Routers that give weights [T,E], of which their own experts read the first columns."""
 MODELS = Path(transformers.__file__).parent / "models"
 DECORATED = re.compile(r"^@use_experts_implementation(?:\(.*?\))?\s*\nclass (\w+)", re.M | re.S)
 
