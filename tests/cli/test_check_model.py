@@ -22,7 +22,7 @@ def test_a_model_type(kind: str, how: str) -> None:
     assert result.exit_code == 0, result.output
     assert result.output.count(how) == 2
     assert "layers.0" in result.output and "layers.1" in result.output
-    assert "at tiny sizes differ by" in result.output
+    assert "at tiny sizes differs by" in result.output
 
 
 def test_a_folder_its_config_and_the_model_in_it(tmp_path: Path) -> None:
@@ -58,12 +58,21 @@ def test_the_text_part_of_a_vision_language_model() -> None:
 
 
 @pytest.mark.parametrize(
+    "name, kind", [("qwen3_vl_moe", "Qwen3VLMoeTextModel"), ("glm4v_moe", "Glm4vMoeTextModel")]
+)
+def test_a_text_part_without_a_head(name: str, kind: str) -> None:
+    result = run(name, "--tokens", "9")
+    assert result.exit_code == 0, result.output
+    assert f"output of {kind}, at tiny sizes differs" in result.output
+
+
+@pytest.mark.parametrize(
     "name, message",
     [
         ("nonsense", "cannot make a model of nonsense: there is no such file or folder"),
         ("./no/such/folder", "there is no such file or folder"),
         ("bert", "has no experts"),
-        ("qwen3_vl_moe", "has no causal language model for qwen3_vl_moe_text"),
+        ("qwen3_omni_moe", "has no language model for qwen3_omni_moe_text"),
         ("qwen3_moe --full", "--full takes a folder with weights"),
     ],
 )

@@ -22,9 +22,9 @@ def check(name: str, full: bool, num_tokens: int, device: torch.device, console:
     report = check_model(model, num_tokens)
     console.print(table_of(report))
     size = "" if full else ", at tiny sizes"
-    console.print(f"logits of {type(model).__name__}{size} differ by {report.logits:.1e}")
+    console.print(f"output of {type(model).__name__}{size} differs by {report.output:.1e}")
     limit = LIMITS.get(model.dtype, 1e-4)
-    worst = max(report.logits, *(max(x.difference, x.gradient) for x in report.layers))
+    worst = max(report.output, *(max(x.difference, x.gradient) for x in report.layers))
     if not worst < limit:
         raise CommandError(f"differs by {worst:.1e}, {limit:.0e} is allowed for {model.dtype}")
 

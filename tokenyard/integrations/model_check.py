@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     PreTrainedConfig,
 )
@@ -45,10 +47,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Report:
-    """`layers`, and the relative difference of the model's logits."""
+    """`layers`, and the relative difference of the model's logits, or of its hidden states without a head."""
 
     layers: list[Layer]
-    logits: float
+    output: float
 
 
 def config_of(name: str) -> PreTrainedConfig:
@@ -65,14 +67,22 @@ def model_of(name: str, full: bool) -> Any:
     if full and not (Path(name).is_dir() or HUB_NAME.fullmatch(name)):
         raise ValueError("--full takes a folder with weights, or a name on the Hub")
     config = config_of(name) if full else config_of(name).get_text_config()
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"transformers has no causal language model for {config.model_type}")
+    maker = _maker_of(config)
     if full:
-        return AutoModelForCausalLM.from_pretrained(name).eval()
-    model = AutoModelForCausalLM.from_config(tiny_config(config))
+        return maker.from_pretrained(name).eval()
+    model = maker.from_config(tiny_config(config))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     return model.eval()
+
+
+def _maker_of(config: PreTrainedConfig) -> Any:
+    """What makes the causal language model of a config, or where there is none, the model without a head."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_MAPPING:
+        return AutoModel
+    raise ValueError(f"transformers has no language model for {config.model_type}")
 
 
 def experts_in(model: nn.Module) -> dict[str, Any]:
@@ -116,13 +126,20 @@ def check_model(model: Any, num_tokens: int, repeats: int = 5) -> Report:
     ]
     with torch.no_grad():
         with implementation(model, "eager"):
-            want = model(ids, use_cache=False).logits
+            want = _output(model, ids)
         for hook in hooks:
             hook.remove()
         with implementation(model, switch.NAME):
-            got = model(ids, use_cache=False).logits
+            got = _output(model, ids)
     layers = [_layer(model, name, found[name], seen[name], repeats) for name in seen]
     return Report(layers, _difference(got, want))
+
+
+def _output(model: Any, ids: Tensor) -> Tensor:
+    """Logits, or the last hidden states."""
+    output: Any = model(ids, use_cache=False)
+    result: Tensor = output.logits if "logits" in output else output.last_hidden_state
+    return result
 
 
 def _layer(

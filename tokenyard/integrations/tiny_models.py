@@ -32,7 +32,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 8,
     },
+    "glm4v_moe_text": {"head_dim": 128},
+    "glm5_next_text": {"mlp_layer_types": ["dense", "sparse"]},
     "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"]},
+    "hy_v4_vl_text": {"head_dim": 64, "index_head_dim": 64, "qk_rope_head_dim": 64},
     "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"use_mamba_kernels": False},
     "kolibri1_1": {"head_dim": 16, "index_num_heads": 1, "mlp_only_layers": []},
@@ -47,7 +50,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def size_of(name: str, value: object) -> int | None:
-    """The size for an attribute; None to leave it as it is."""
+    """The size for an attribute; None to leave it as it is, as a head of size 0 is, which is not there."""
+    if value == 0 and name.endswith("head_dim"):
+        return None
     if "shared" in name or not (type(value) is int or (value is None and "experts" in name)):
         return None
     return next((size for pattern, size in SIZES.items() if re.search(pattern, name)), None)
