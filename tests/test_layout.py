@@ -19,7 +19,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "check": frozenset(),
     "backend": frozenset({"check"}),
     "registration": frozenset({"check", "backend"}),
-    "routing": frozenset({"check", "backend", "registration"}),
+    "routing": frozenset({"check", "backend", "registration", "routing"}),
     "conventions": frozenset({"check", "routing", "conventions"}),
     "ops.rows": BASE,
     "ops": BASE | {"ops.rows", "ops"},

@@ -1,7 +1,7 @@
 """route and Routing against literal loops, and every invariant that `validate` guards."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,15 @@ FIELDS = [
     "num_dropped",
 ]
 DTYPES = sorted(INTEGER_DTYPES, key=str)
+
+
+@pytest.fixture(autouse=True, scope="module", params=["slot by slot", "by tensors"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways of the CPU, whatever the number of slots."""
+    with pytest.MonkeyPatch.context() as patch:
+        most = 10**9 if request.param == "slot by slot" else -1
+        patch.setattr(tokenyard.routing, "FEW_SLOTS", most)
+        yield
 
 
 def in_loops(

@@ -2,12 +2,11 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from tokenyard.ops.activation import activation_backward_reference, activation_reference
 from tokenyard.ops.expert_mlp_parts import Encoded, Form, Inputs, Maps, Projection
 from tokenyard.ops.grouped_gemm import valid_rows
-from tokenyard.ops.rows import accumulation_dtype, gather_rows, sum_rows
+from tokenyard.ops.rows import accumulation_dtype, gather_rows, multiply, sum_rows
 from tokenyard.ops.unpermute import combine_reference
 
 
@@ -18,9 +17,9 @@ def _matrix(weight: Tensor, expert: int, layout: str) -> Tensor:
 
 def _project(rows: Tensor, projection: Projection, expert: int) -> Tensor:
     weight, bias, a, b, scale, layout = projection
-    out = linear(rows, _matrix(weight, expert, layout), None if bias is None else bias[expert])
+    out = multiply(rows, _matrix(weight, expert, layout), None if bias is None else bias[expert])
     if a is not None and b is not None:
-        out.add_(linear(linear(rows, a[expert]), b[expert]), alpha=scale)
+        out.add_(multiply(multiply(rows, a[expert]), b[expert]), alpha=scale)
     return out
 
 
@@ -49,7 +48,7 @@ def _differentiate(
     if d_a is not None and b is not None:
         d_a[expert] = ((d_out @ b[expert]).t() @ rows).mul_(scale)
     if d_b is not None and a is not None:
-        d_b[expert] = (d_out.t() @ linear(rows, a[expert])).mul_(scale)
+        d_b[expert] = (d_out.t() @ multiply(rows, a[expert])).mul_(scale)
 
 
 def _weighted(rows: Tensor, weight: Tensor) -> Tensor:
@@ -57,11 +56,10 @@ def _weighted(rows: Tensor, weight: Tensor) -> Tensor:
     return (rows.to(weight.dtype) * weight).to(rows.dtype)
 
 
-def _of_rows(inputs: Inputs, maps: Maps) -> tuple[Tensor, Tensor]:
-    """Token and routing weight of every row; the weight [R,1] in the accumulation dtype."""
+def _weight_of_row(inputs: Inputs, maps: Maps) -> Tensor:
+    """[R,1], the routing weight of every row in the accumulation dtype."""
     weights = gather_rows(inputs.topk_weights.flatten(), maps.slot_of_row)
-    weights = weights.to(accumulation_dtype(inputs.x.dtype))
-    return maps.slot_of_row // maps.top_k, weights[:, None]
+    return weights.to(accumulation_dtype(inputs.x.dtype))[:, None]
 
 
 def forward_by_expert(
@@ -71,10 +69,11 @@ def forward_by_expert(
     x, on_input = inputs.x, form.weights_on == "input"
     gate_up, down = form.gate_up(inputs), form.down(inputs)
     y = x.new_empty(maps.num_rows, x.shape[1])
-    token_of_row, weight_of_row = _of_rows(inputs, maps)
+    token_of_row = maps.slot_of_row // maps.top_k
+    weight_of_row = _weight_of_row(inputs, maps) if on_input else None
     for expert, valid in valid_rows(*maps.groups):
         rows = x.index_select(0, token_of_row[valid])
-        if on_input:
+        if weight_of_row is not None:
             rows = _weighted(rows, weight_of_row[valid])
         z = _project(rows, gate_up, expert)
         if keep:
@@ -104,7 +103,7 @@ def backward_by_expert(
     need_rows = need_x or (on_input and need_weights)
     d_rows = x.new_empty(maps.num_rows, x.shape[1]) if need_rows else None
     d_weight_of_row = x.new_zeros(maps.num_rows, dtype=acc)
-    token_of_row, weight_of_row = _of_rows(inputs, maps)
+    token_of_row, weight_of_row = maps.slot_of_row // maps.top_k, _weight_of_row(inputs, maps)
 
     for expert, valid in valid_rows(*maps.groups):
         tokens = x.index_select(0, token_of_row[valid])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import backend, check
-from tokenyard.ops.rows import accumulation_dtype, autocast_dtype, check_routing
+from tokenyard.ops.rows import accumulation_dtype, autocast_dtype, check_routing, multiply
 from tokenyard.registration import Operator
 from tokenyard.routing import Routing
 
@@ -44,17 +44,17 @@ def _definition(
     size = weight.shape[1 if layout == "ENK" else 2]
     pieces, done = [], 0
     for expert, valid in valid_rows(expert_offsets, tokens_per_expert):
-        matrix = weight[expert].t() if layout == "ENK" else weight[expert]
-        product = (
-            rows[valid] @ matrix if bias is None else torch.addmm(bias[expert], rows[valid], matrix)
-        )
+        product = _product(rows[valid], weight, bias, expert, layout)
         pieces += [rows.new_zeros(valid.start - done, size), product]
         done = valid.stop
     if not pieces:  # an empty product keeps the graph
-        matrix = weight[0].t() if layout == "ENK" else weight[0]
-        nothing = rows[:0]
-        pieces = [nothing @ matrix if bias is None else torch.addmm(bias[0], nothing, matrix)]
+        pieces = [_product(rows[:0], weight, bias, 0, layout)]
     return torch.cat([*pieces, rows.new_zeros(rows.shape[0] - done, size)])
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, expert: int, layout: str) -> Tensor:
+    matrix = weight[expert] if layout == "ENK" else weight[expert].t()
+    return multiply(rows, matrix, None if bias is None else bias[expert])
 
 
 def grouped_gemm_reference(

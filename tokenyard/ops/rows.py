@@ -6,6 +6,7 @@ sum_rows      out[t] = sum over k of x[index[t,k]] (* weights[t,k]), k = 0, 1, .
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from tokenyard import check
 from tokenyard.routing import Routing
@@ -20,6 +21,10 @@ _BITS = {
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
+_CACHED = 1 << 17
+"""Elements that are worked on at a time."""
+_FEW = 64
+"""Rows up to which `multiply` turns a product round."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -54,9 +59,17 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
     A chain from zero: out = out + c_k, c_k = acc(x[index[t,k]]) * acc(weights[t,k]) rounded on its own.
     """
     dtype = accumulation_dtype(x.dtype)
-    out = x.new_zeros(index.shape[0], x.shape[1], dtype=dtype)
-    for k in range(index.shape[1]):
-        out += term(x, index[:, k], None if weights is None else weights[:, k], dtype)
+    (num_tokens, top_k), size = index.shape, x.shape[1]
+    out = x.new_zeros(num_tokens, size, dtype=dtype)
+    # of as many tokens at a time as leaves their terms in the cache
+    step = max(_CACHED // max(top_k * size, 1), 1)
+    for start in range(0, max(num_tokens, 1), step):  # no tokens keep the graph
+        some = slice(start, start + step)
+        total = out[some]
+        weight = None if weights is None else weights[some].flatten()
+        terms = term(x, index[some].flatten(), weight, dtype).view(len(total), top_k, size)
+        for k in range(top_k):
+            total += terms[:, k]
     return out
 
 
@@ -66,6 +79,22 @@ def term(x: Tensor, index: Tensor, weights: Tensor | None, dtype: torch.dtype) -
     if weights is None:
         return rows
     return rows * weights.to(dtype).masked_fill(index < 0, 0)[:, None]
+
+
+def multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """rows [N,K], matrix [M,K] -> rows @ matrix.T (+ bias) [N,M].
+
+    On a CPU, few fp32 rows are the second factor of a BLAS product rather than the first, and 16 rather than
+    7 to 15: 1.1 to 4 times as fast.
+    """
+    num_rows = rows.shape[0]
+    turned = rows.is_cpu and rows.dtype == torch.float32 and 1 < num_rows <= _FEW
+    if not (turned and matrix.stride(1) == 1):
+        return linear(rows, matrix, bias)
+    if 6 < num_rows < 16:
+        rows = torch.cat([rows, rows[:1].expand(16 - num_rows, -1)])
+    out = (matrix @ rows.t()).t()[:num_rows]
+    return out if bias is None else out.add_(bias)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
