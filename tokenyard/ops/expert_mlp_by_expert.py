@@ -1,18 +1,13 @@
 """`expert_mlp` one expert after another, so that what lies between its GEMMs stays in the cache."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from tokenyard.ops.activation import activation_backward_reference, activation_reference
 from tokenyard.ops.expert_mlp_parts import Encoded, Form, Inputs, Maps, Projection
 from tokenyard.ops.grouped_gemm import valid_rows
-from tokenyard.ops.rows import CACHED, accumulation_dtype, gather_rows, multiply, sum_rows
+from tokenyard.ops.rows import accumulation_dtype, gather_rows, multiply, sum_rows
 from tokenyard.ops.unpermute import combine_reference
-
-Group = tuple[int, slice]
-"""An expert and its rows."""
 
 
 def _matrix(weight: Tensor, expert: int, layout: str) -> Tensor:
@@ -26,32 +21,6 @@ def _project(rows: Tensor, projection: Projection, expert: int) -> Tensor:
     if a is not None and b is not None:
         out.add_(multiply(multiply(rows, a[expert]), b[expert]), alpha=scale)
     return out
-
-
-def _together(groups: list[Group], width: int) -> Iterator[list[Group]]:
-    """Experts one after the other whose rows, with the padding between them, stay in the cache together."""
-    first = 0
-    for last, (_, valid) in enumerate(groups, 1):
-        num_rows = valid.stop - groups[first][1].start
-        if last - first > 1 and num_rows * width > CACHED:
-            yield groups[first : last - 1]
-            first = last - 1
-    if groups:
-        yield groups[first:]
-
-
-def _project_each(rows: Tensor, projection: Projection, groups: list[Group], span: slice) -> Tensor:
-    """The rows of these experts, which are those of `span`; zero in the padding between them."""
-    pieces, done = [], span.start
-    for expert, valid in groups:
-        product = _project(
-            rows[valid.start - span.start : valid.stop - span.start], projection, expert
-        )
-        if valid.start > done:
-            pieces.append(product.new_zeros(valid.start - done, product.shape[1]))
-        pieces.append(product)
-        done = valid.stop
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _project_back(d_out: Tensor, projection: Projection, expert: int) -> Tensor:
@@ -102,16 +71,15 @@ def forward_by_expert(
     y = x.new_empty(maps.num_rows, x.shape[1])
     token_of_row = maps.slot_of_row // maps.top_k
     weight_of_row = _weight_of_row(inputs, maps) if on_input else None
-    for groups in _together(list(valid_rows(*maps.groups)), x.shape[1]):
-        span = slice(groups[0][1].start, groups[-1][1].stop)
-        rows = gather_rows(x, token_of_row[span])
+    for expert, valid in valid_rows(*maps.groups):
+        rows = x.index_select(0, token_of_row[valid])
         if weight_of_row is not None:
-            rows = _weighted(rows, weight_of_row[span])
-        z = _project_each(rows, gate_up, groups, span)
+            rows = _weighted(rows, weight_of_row[valid])
+        z = _project(rows, gate_up, expert)
         if keep:
-            kept[span] = z
+            kept[valid] = z
         a = activation_reference(z, form.activation, form.gate_up_layout)  # type: ignore[arg-type]
-        y[span] = _project_each(a, down, groups, span)
+        y[valid] = _project(a, down, expert)
     num_experts = maps.tokens_per_expert.shape[0]
     weights = inputs.topk_weights if form.weights_on == "output" else None
     return combine_reference(

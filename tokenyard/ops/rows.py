@@ -21,7 +21,7 @@ _BITS = {
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
-CACHED = 1 << 17
+_CACHED = 1 << 17
 """Elements that are worked on at a time."""
 _TURNED = frozenset([*range(1, 6), *range(16, 65)])
 """Rows for which `multiply` turns a product round."""
@@ -62,7 +62,7 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
     (num_tokens, top_k), size = index.shape, x.shape[1]
     out = x.new_zeros(num_tokens, size, dtype=dtype)
     # of as many tokens at a time as leaves their terms in the cache
-    step = max(CACHED // max(top_k * size, 1), 1)
+    step = max(_CACHED // max(top_k * size, 1), 1)
     for start in range(0, max(num_tokens, 1), step):  # no tokens keep the graph
         some = slice(start, start + step)
         total = out[some]
