@@ -87,8 +87,8 @@ def _split(gate_up: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """Views of the gate and the up columns."""
     if layout == "interleaved":
         return gate_up[:, 0::2], gate_up[:, 1::2]
-    half = gate_up.shape[1] // 2
-    return gate_up[:, :half], gate_up[:, half:]
+    gate, up = gate_up.chunk(2, 1)
+    return gate, up
 
 
 def _definition(gate_up: Tensor, kind: str, layout: str) -> Tensor:
